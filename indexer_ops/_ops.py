@@ -1,0 +1,242 @@
+"""The registration of ``torch.ops.v4idx.*``: schemas, choosers, fakes, autograd formulas. Torch only, no Triton import.
+
+Each op ``X`` has two layers. The public ``v4idx::X`` is CompositeImplicitAutograd and *chooses*: the fused op below it
+where that can serve, else the eager composite. The private ``v4idx::_X`` is the Triton launcher with a fake and an
+autograd formula. Two layers, because a CompositeImplicit kernel beside a backend kernel on one op hides the fake.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from . import checks, dispatch, reference
+
+PUBLIC_SCHEMAS = (
+    "window_lse(Tensor query, Tensor window_kv, Tensor? sink, Tensor? doc_start, int window, float scale, "
+    'SymInt query_offset=0, str backend="auto") -> Tensor',
+    "distill_target(Tensor query, Tensor pool, Tensor topk_idxs, Tensor? noncompressed_lse, Tensor? joint_lse, "
+    'float scale, bool normalize=True, str backend="auto") -> Tensor',
+    "distill_kl(Tensor index_scores, Tensor target, Tensor topk_idxs, float eps=1e-10, "
+    'str backend="auto") -> Tensor',
+)
+# A final ``strict`` is true for backend="triton": such a call raises instead of degrading to the reference.
+PRIVATE_SCHEMAS = (
+    "_window_lse(Tensor query, Tensor window_kv, Tensor? sink, Tensor? doc_start, int window, float scale, "
+    "SymInt query_offset, bool strict) -> Tensor",
+    "_distill_target(Tensor query, Tensor pool, Tensor topk_idxs, Tensor? noncompressed_lse, Tensor? joint_lse, "
+    "float scale, bool normalize, bool strict) -> Tensor",
+    "_distill_kl(Tensor index_scores, Tensor target, Tensor topk_idxs, float eps, bool strict) -> Tensor",
+    "_distill_kl_backward(Tensor grad_kl, Tensor index_scores, Tensor target, Tensor topk_idxs, float eps, "
+    "bool strict) -> Tensor",
+    "_check_range(Tensor values, str name, SymInt low, SymInt high, bool is_index) -> Tensor",
+)
+
+_LIBRARY = torch.library.Library("v4idx", "DEF")
+for _schema in PUBLIC_SCHEMAS + PRIVATE_SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+_WINDOW_LSE = torch.ops.v4idx._window_lse.default
+_DISTILL_TARGET = torch.ops.v4idx._distill_target.default
+_DISTILL_KL = torch.ops.v4idx._distill_kl.default
+_DISTILL_KL_BACKWARD = torch.ops.v4idx._distill_kl_backward.default
+
+
+# --- Public: choose -----------------------------------------------------------------------------------------------
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _choose_window_lse(query, window_kv, sink, doc_start, window, scale, query_offset=0, backend="auto"):
+    checks.backend(backend)
+    checks.window_lse(query, window_kv, sink, doc_start, scale)
+    query, window_kv, sink = query.detach(), window_kv.detach(), _detached(sink)
+    reason = dispatch.supported_window_lse(query, window_kv)
+    if dispatch.use_fused("window_lse", backend, query.device, reason):
+        return _WINDOW_LSE(query, window_kv, sink, doc_start, window, scale, query_offset, backend == "triton")
+    return reference.window_lse(query, window_kv, sink, doc_start, window, scale, query_offset)
+
+
+def _choose_distill_target(
+    query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize=True, backend="auto"
+):
+    checks.backend(backend)
+    checks.distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    query, pool = query.detach(), pool.detach()
+    noncompressed_lse, joint_lse = _detached(noncompressed_lse), _detached(joint_lse)
+    reason = dispatch.supported_distill_target(query, pool, noncompressed_lse, joint_lse)
+    arguments = (query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize)
+    if dispatch.use_fused("distill_target", backend, query.device, reason):
+        return _DISTILL_TARGET(*arguments, backend == "triton")
+    return reference.distill_target(*arguments)
+
+
+def _choose_distill_kl(index_scores, target, topk_idxs, eps=1e-10, backend="auto"):
+    checks.backend(backend)
+    checks.distill_kl(index_scores, target, topk_idxs, eps)
+    target = target.detach()
+    reason = dispatch.supported_distill_kl(index_scores, target)
+    if dispatch.use_fused("distill_kl", backend, index_scores.device, reason):
+        return _DISTILL_KL(index_scores, target, topk_idxs, eps, backend == "triton")
+    return reference.distill_kl(index_scores, target, topk_idxs, eps)
+
+
+_LIBRARY.impl("window_lse", _choose_window_lse, "CompositeImplicitAutograd")
+_LIBRARY.impl("distill_target", _choose_distill_target, "CompositeImplicitAutograd")
+_LIBRARY.impl("distill_kl", _choose_distill_kl, "CompositeImplicitAutograd")
+
+
+# --- Private: launch, or degrade ----------------------------------------------------------------------------------
+
+# Calls whose kernel could not be had, so that a failing compilation is tried and reported once, not every step.
+_UNAVAILABLE: dict[tuple, str] = {}
+
+
+def _launch_or_degrade(op: str, launcher: str, fallback: Callable, arguments: tuple, strict: bool):
+    """Run ``csrc_triton/<op>.py``'s launcher; where its kernel cannot be had, the no-grad reference, with a warning."""
+    if op in dispatch.SWITCHED_OFF:
+        if strict:
+            raise NotImplementedError(f'{op}: backend="triton", but V4IDX_BACKEND or V4IDX_DISABLE switches it off')
+        return fallback(*arguments)
+    device = arguments[0].device
+    widths = tuple((a.dtype, tuple(a.shape[2:])) for a in arguments if isinstance(a, Tensor))
+    call = (launcher, device, widths)
+    if call in _UNAVAILABLE and not strict:
+        return fallback(*arguments)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return getattr(import_module(f"indexer_ops._triton.{op}"), launcher)(*arguments)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as cause:
+        if strict:
+            raise
+        if not any(failed[0] == launcher for failed in _UNAVAILABLE):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+            warnings.warn(
+                f"v4idx::{op} runs its slow reference on {name}: no Triton kernel ({type(cause).__name__}: {cause})",
+                stacklevel=2,
+            )
+        _UNAVAILABLE[call] = str(cause)
+        return fallback(*arguments)
+
+
+def _window_lse(query, window_kv, sink, doc_start, window, scale, query_offset, strict):
+    arguments = (query, window_kv, sink, doc_start, window, scale, query_offset)
+    return _launch_or_degrade("window_lse", "window_lse", reference.window_lse, arguments, strict)
+
+
+def _distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize, strict):
+    arguments = (query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize)
+    return _launch_or_degrade("distill_target", "distill_target", reference.distill_target, arguments, strict)
+
+
+@torch.no_grad()
+def _distill_kl(index_scores, target, topk_idxs, eps, strict):
+    arguments = (index_scores, target, topk_idxs, eps)
+    return _launch_or_degrade("distill_kl", "distill_kl", reference.distill_kl, arguments, strict)
+
+
+def _distill_kl_backward(grad_kl, index_scores, target, topk_idxs, eps, strict):
+    arguments = (grad_kl, index_scores, target, topk_idxs, eps)
+    return _launch_or_degrade("distill_kl", "distill_kl_backward", reference.distill_kl_backward, arguments, strict)
+
+
+def _check_range(values, name, low, high, is_index):
+    wrong = (values < low) | (values >= high)
+    if bool(wrong.any()):
+        position = [int(i) for i in wrong.nonzero()[0]]
+        message = f"{name}{position} is {int(values[tuple(position)])}, outside [{low}, {high})"
+        raise IndexError(message) if is_index else ValueError(message)
+    return values.clone()
+
+
+for _device_key in ("CUDA", "CPU") if dispatch.INTERPRETED else ("CUDA",):
+    _LIBRARY.impl("_window_lse", _window_lse, _device_key)
+    _LIBRARY.impl("_distill_target", _distill_target, _device_key)
+    _LIBRARY.impl("_distill_kl", _distill_kl, _device_key)
+    _LIBRARY.impl("_distill_kl_backward", _distill_kl_backward, _device_key)
+_LIBRARY.impl("_check_range", _check_range, "CompositeExplicitAutograd")
+
+
+# --- Private: fakes -----------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("v4idx::_window_lse", lib=_LIBRARY)
+def _(query, window_kv, sink, doc_start, window, scale, query_offset, strict):
+    checks.window_lse(query, window_kv, sink, doc_start, scale)
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("v4idx::_distill_target", lib=_LIBRARY)
+def _(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize, strict):
+    checks.distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    return query.new_empty(topk_idxs.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("v4idx::_distill_kl", lib=_LIBRARY)
+def _(index_scores, target, topk_idxs, eps, strict):
+    checks.distill_kl(index_scores, target, topk_idxs, eps)
+    return index_scores.new_empty(index_scores.shape[:2], dtype=torch.float32)
+
+
+@torch.library.register_fake("v4idx::_distill_kl_backward", lib=_LIBRARY)
+def _(grad_kl, index_scores, target, topk_idxs, eps, strict):
+    checks.distill_kl(index_scores, target, topk_idxs, eps)
+    return index_scores.new_empty(index_scores.shape)
+
+
+@torch.library.register_fake("v4idx::_check_range", lib=_LIBRARY)
+def _(values, name, low, high, is_index):
+    return torch.empty_like(values)
+
+
+# --- Private: autograd --------------------------------------------------------------------------------------------
+
+
+def _mark_output_non_differentiable(ctx, inputs, output):
+    ctx.mark_non_differentiable(output)
+    ctx.number_of_inputs = len(inputs)
+
+
+def _no_gradients(ctx, *grads):
+    return (None,) * ctx.number_of_inputs
+
+
+def _save_for_distill_kl_backward(ctx, inputs, output):
+    index_scores, target, topk_idxs, ctx.eps, ctx.strict = inputs
+    ctx.save_for_backward(index_scores, target, topk_idxs)
+
+
+def _distill_kl_formula(ctx, grad_kl):
+    grad_scores = None
+    if ctx.needs_input_grad[0]:
+        grad_scores = _DISTILL_KL_BACKWARD(grad_kl, *ctx.saved_tensors, ctx.eps, ctx.strict)
+    return grad_scores, None, None, None, None
+
+
+def _no_second_derivative(op: str) -> Callable:
+    def formula(ctx, *grads):
+        raise NotImplementedError(f'v4idx::{op} has no second derivative; backend="composite" has one')
+
+    return formula
+
+
+for _op in ("_window_lse", "_distill_target", "_check_range"):
+    torch.library.register_autograd(
+        f"v4idx::{_op}", _no_gradients, setup_context=_mark_output_non_differentiable, lib=_LIBRARY
+    )
+torch.library.register_autograd(
+    "v4idx::_distill_kl", _distill_kl_formula, setup_context=_save_for_distill_kl_backward, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "v4idx::_distill_kl_backward", _no_second_derivative("distill_kl"), lib=_LIBRARY
+)
+
+# Selective activation checkpointing keeps these and recomputes the rest: each costs more to run than to hold.
+SAC_SAVE_OPS = (_WINDOW_LSE, _DISTILL_TARGET, _DISTILL_KL)

@@ -1,0 +1,34 @@
+"""FLOP formulas of the private ops for ``torch.utils.flop_counter.FlopCounterMode``.
+
+As in that mode, one multiply-add is two operations and only matrix products count, so the elementwise KL counts
+nothing. Selected entries alone are counted (``K`` slots a query, empty ones included: a formula sees shapes, not
+values), window keys at most ``window`` a query.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+
+@register_flop_formula(torch.ops.v4idx._window_lse)
+def _window_lse(query_shape, window_kv_shape, sink, doc_start, window, scale, query_offset, strict, out_val=None, **_):
+    B, S, H, D = query_shape
+    T = window_kv_shape[1]
+    # Row s sees the keys up to position query_offset + s, the last `window` of them.
+    keys = sum(_visible_keys(query_offset + s, window, T) for s in range(S))
+    return 2 * B * H * D * keys
+
+
+def _visible_keys(position: int, window: int, T: int) -> int:
+    first = max(0, position - window + 1) if window > 0 else 0
+    return max(0, min(position, T - 1) - first + 1)
+
+
+@register_flop_formula(torch.ops.v4idx._distill_target)
+def _distill_target(query_shape, pool_shape, topk_idxs_shape, *_, out_val=None, **__):
+    B, S, H, D = query_shape
+    return 2 * B * S * H * D * topk_idxs_shape[2]
+
+
+@register_flop_formula([torch.ops.v4idx._distill_kl, torch.ops.v4idx._distill_kl_backward])
+def _distill_kl(*_, out_val=None, **__):
+    return 0
