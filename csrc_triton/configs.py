@@ -33,19 +33,24 @@ class WindowConfig:
 
 
 @dataclass(frozen=True)
-class TargetConfig:
-    """One program: ``heads`` rows of logits against ``entries`` selected entries, in steps of ``dim``.
+class TileConfig:
+    """One program: the logits of ``heads`` of a query against ``entries`` selected entries, in steps of ``dim``."""
 
-    ``held`` keeps a whole row of logits in registers: one pass. Otherwise entries are tiled and the denominator takes
-    a pass of its own.
-    """
-
-    held: bool
     heads: int
     entries: int
     dim: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Either ``held``: a program keeps a whole row of logits in registers, one pass. Or ``target``, and before it ``lse``
+    where the denominator is not given: entries are tiled, and the denominator takes a pass of its own."""
+
+    held: TileConfig | None = None
+    lse: TileConfig | None = None
+    target: TileConfig | None = None
 
 
 @cache
@@ -82,13 +87,69 @@ HOLDS_ROWS = ("sm_90", "cpu")
 
 
 def target_config(architecture: str, H: int, K: int, D: int, itemsize: int, joint: bool) -> TargetConfig:
-    """Hold the row where it fits: at V4-Flash widths 0.47 ms on an H200, two passes over tiles 0.60."""
+    """Hold the row where it fits: at V4-Flash widths 0.47 ms on an H200, two passes over tiles 0.68."""
     dim = dividing_block(D, 64 if itemsize == 2 else 32)
     if not joint and K <= 512 and itemsize == 2 and architecture in HOLDS_ROWS:
         entries = block_of(K, largest=512)
-        heads = block_of(H, largest=64)
-        return TargetConfig(True, heads, entries, dim, num_warps=8 if entries > 256 else 4, num_stages=3)
-    # A gathered entry that serves 128 heads at once: 0.73 ms a pass at V4-Pro widths, twice 64 heads 0.92.
-    heads = block_of(H, largest=128 if itemsize == 2 else 64)
-    entries = block_of(K, largest=64 if heads > 64 else 128)  # [128, 128] spills at 4 warps and is slower at 8
-    return TargetConfig(False, heads, entries, dim, num_warps=4, num_stages=3)
+        num_warps = 8 if entries > 256 else 4
+        return TargetConfig(held=TileConfig(block_of(H, largest=64), entries, dim, num_warps, num_stages=3))
+    entries = block_of(K, largest=128)
+    if H > 64 and itemsize == 2:
+        # A gathered entry serves 128 heads at once: 0.69 ms a pass at V4-Pro widths (H200), twice 64 heads 0.88.
+        # Shared memory of gfx942 takes two stages of this and no more.
+        lse = TileConfig(128, entries, dim, num_warps=8, num_stages=3 if architecture.startswith("sm") else 2)
+        return TargetConfig(lse=lse, target=TileConfig(128, entries, min(dim, 32), num_warps=8, num_stages=4))
+    tile = TileConfig(block_of(H, largest=64), entries, dim, num_warps=4, num_stages=3)
+    return TargetConfig(lse=tile, target=tile)
+
+
+# Scores of one slab of queries against the whole pool. 65,536 queries of 16,384 entries would take 4 GiB at once.
+SLAB_BYTES = 256 * 2**20
+# Columns that one program of the selection holds; a wider row takes a round of chunks first. At 65,536 queries of
+# 16,384 entries (H200): 25.5 ms in chunks of 4,096, 28.6 of 8,192, 29.6 with rows whole.
+SELECT_WIDTH = 4096
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """One program: a tile of ``queries`` by ``entries``, over all heads."""
+
+    queries: int
+    entries: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class IndexerBackwardConfig:
+    """One program: ``heads`` of one query, over its selected entries in tiles of ``entries``."""
+
+    heads: int
+    entries: int
+    num_warps: int
+    num_stages: int
+
+
+def score_config(Di: int, itemsize: int) -> ScoreConfig:
+    """A tile that keeps both the products of one head and the sum over heads in registers."""
+    if itemsize == 4 or Di > 128:
+        return ScoreConfig(queries=32, entries=64, num_warps=4, num_stages=2)
+    return ScoreConfig(queries=64, entries=128, num_warps=4, num_stages=3)
+
+
+def select_config(columns: int) -> RowConfig:
+    """One warp holds 1,024 columns: 0.037 ms for 4,096 rows (H200), eight 0.052."""
+    width = block_of(columns, largest=SELECT_WIDTH)
+    return RowConfig(rows=1, width=width, num_warps=max(1, width // 1024))
+
+
+def sort_config(topk: int) -> RowConfig:
+    """One warp sorts 512 winners: 0.046 ms for 4,096 rows (H200), two 0.069."""
+    width = block_of(topk, largest=SELECT_WIDTH // 2)
+    return RowConfig(rows=1, width=width, num_warps=max(1, min(16, width // 512)))
+
+
+def indexer_backward_config(Hi: int, Di: int, itemsize: int) -> IndexerBackwardConfig:
+    """All heads of a query in one program, so that a gathered key serves them all."""
+    heads = block_of(Hi, largest=64 if itemsize == 2 and Di <= 128 else 32)
+    return IndexerBackwardConfig(heads=heads, entries=64 if itemsize == 2 else 32, num_warps=4, num_stages=2)

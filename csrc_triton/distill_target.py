@@ -6,6 +6,8 @@ launch writes the log-sum-exp of each tile, a second one recomputes the logits a
 joint log-sum-exp, the second launch is all there is.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -67,13 +69,14 @@ def _gathered_logits(
 
 @triton.jit
 def _held_target_kernel(
-    query_ptr, pool_ptr, idxs_ptr, noncompressed_lse_ptr, target_ptr,
+    query_ptr, pool_ptr, idxs_ptr, lse_ptr, target_ptr,
     query_stride_b, query_stride_s, query_stride_h, pool_stride_b, pool_stride_p, idxs_stride_b, idxs_stride_s,
     lse_stride_b, lse_stride_s, lse_stride_h,
-    S, P, K, scale, floor,
+    S, P, K, scale,
     H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr,
-    HAS_LSE: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Target of one row with all its logits in registers."""
     b, s = _batch_and_query(tl.program_id(0), S)
     k = tl.arange(0, ENTRIES)
     valid, entry_rows = _valid_entries(
@@ -88,8 +91,9 @@ def _held_target_kernel(
         )  # [ENTRIES, HEADS]
         maximum = tl.max(logits, 0)
         if HAS_LSE:
-            lse_row = noncompressed_lse_ptr + b * lse_stride_b + s * lse_stride_s
-            lse = tl.load(lse_row + h * lse_stride_h, mask=h < H, other=float("-inf"))
+            lse = tl.load(
+                lse_ptr + b * lse_stride_b + s * lse_stride_s + h * lse_stride_h, mask=h < H, other=float("-inf")
+            )
             maximum = tl.maximum(maximum, lse)
         shift = finite_or_zero(maximum)
         exponential = exp_of_difference(logits, shift[None, :])
@@ -98,8 +102,6 @@ def _held_target_kernel(
             total += exp_of_difference(lse, shift)
         share = tl.where((h < H) & (total > 0), 1.0 / tl.where(total > 0, total, 1.0), 0.0)
         target += tl.sum(exponential * share[None, :], 1)
-    if NORMALIZE:
-        target = target / tl.maximum(tl.sum(target, 0), floor)
     tl.store(target_ptr + (b * S + s) * K + k, target, mask=k < K)
 
 
@@ -143,22 +145,21 @@ def _tile_lse_kernel(
 
 @triton.jit
 def _tile_target_kernel(
-    query_ptr, pool_ptr, idxs_ptr, lse_ptr, tile_lse_ptr, target_ptr,
+    query_ptr, pool_ptr, idxs_ptr, lse_ptr, tile_lse_ptr, lse_tiles, target_ptr,
     query_stride_b, query_stride_s, query_stride_h, pool_stride_b, pool_stride_p, idxs_stride_b, idxs_stride_s,
     lse_stride_b, lse_stride_s, lse_stride_h,
-    S, P, K, scale, floor,
+    S, P, K, scale,
     H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr,
-    TILES: tl.constexpr, HAS_LSE: tl.constexpr, JOINT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    LSE_TILES: tl.constexpr, HAS_LSE: tl.constexpr, JOINT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Target of one tile, against the joint log-sum-exp (JOINT) or the one joined from ``lse`` and the tiles' own."""
-    b, s, tile, tiles = _tile_of_program(S, K, ENTRIES)
+    b, s, tile, _ = _tile_of_program(S, K, ENTRIES)
     k = tile * ENTRIES + tl.arange(0, ENTRIES)
     valid, entry_rows = _valid_entries(
         idxs_ptr, b, s, k, idxs_stride_b, idxs_stride_s, pool_ptr, pool_stride_b, pool_stride_p, P, K
     )
     target = tl.zeros([ENTRIES], tl.float32)
     if tl.max(valid.to(tl.int32), 0) > 0:
-        row_sum = 0.0
         for head_block in range(0, H, HEADS):
             h = head_block + tl.arange(0, HEADS)
             lse = tl.full([HEADS], float("-inf"), tl.float32)
@@ -167,20 +168,17 @@ def _tile_target_kernel(
                 lse = tl.load(lse_row + h * lse_stride_h, mask=h < H, other=float("-inf"))
             denominator = lse
             if not JOINT:
-                # [HEADS, TILES]
-                t = tl.arange(0, TILES)[None, :]
+                # [HEADS, LSE_TILES]
+                t = tl.arange(0, LSE_TILES)[None, :]
                 tile_lse = tl.load(
-                    tile_lse_ptr + ((b * S + s) * tiles + t) * H + h[:, None],
-                    mask=(t < tiles) & (h < H)[:, None],
+                    tile_lse_ptr + ((b * S + s) * lse_tiles + t) * H + h[:, None],
+                    mask=(t < lse_tiles) & (h < H)[:, None],
                     other=float("-inf"),
                 )
                 maximum = tl.maximum(tl.max(tile_lse, 1), lse)
                 shift = finite_or_zero(maximum)
-                selected = tl.sum(exp_of_difference(tile_lse, shift[:, None]), 1)
-                total = selected + exp_of_difference(lse, shift)
+                total = tl.sum(exp_of_difference(tile_lse, shift[:, None]), 1) + exp_of_difference(lse, shift)
                 denominator = maximum + tl.log(tl.where(total > 0, total, 1.0))
-                # The row's sum over all entries is known from the log-sum-exps: no pass over the other tiles.
-                row_sum += tl.sum(tl.where(total > 0, selected / tl.where(total > 0, total, 1.0), 0.0), 0)
             query_rows = query_ptr + b * query_stride_b + s * query_stride_s + h.to(tl.int64) * query_stride_h
             logits = _gathered_logits(
                 query_rows, entry_rows, h < H, valid, scale, HEADS, ENTRIES, D, DIM, PRECISION, False
@@ -188,8 +186,6 @@ def _tile_target_kernel(
             # The denominator of a head that is not there would be -inf, and -inf - -inf NaN.
             exponent = tl.where(valid[:, None] & (h < H)[None, :], logits - denominator[None, :], float("-inf"))
             target += tl.sum(exp_of_difference(tl.minimum(exponent, 0.0), 0.0), 1)
-        if NORMALIZE:
-            target = target / tl.maximum(row_sum, floor)
     tl.store(target_ptr + (b * S + s) * K + k, target, mask=k < K)
 
 
@@ -201,10 +197,74 @@ def _normalize_kernel(target_ptr, K, floor, WIDTH: tl.constexpr):
     for start in range(0, K, WIDTH):
         k = start + tl.arange(0, WIDTH)
         total += tl.load(row + k, mask=k < K, other=0.0)
-    scale = 1.0 / tl.maximum(tl.sum(total, 0), floor)
+    divisor = tl.maximum(tl.sum(total, 0), floor)
     for start in range(0, K, WIDTH):
         k = start + tl.arange(0, WIDTH)
-        tl.store(row + k, tl.load(row + k, mask=k < K, other=0.0) * scale, mask=k < K)
+        tl.store(row + k, tl.load(row + k, mask=k < K, other=0.0) / divisor, mask=k < K)
+
+
+@dataclass(frozen=True)
+class TargetCall:
+    """The operands of one call, as the kernels take them."""
+
+    query: Tensor
+    pool: Tensor
+    topk_idxs: Tensor
+    lse: Tensor | None
+    joint: bool
+    scale: float
+
+    @classmethod
+    def of(cls, query, pool, topk_idxs, noncompressed_lse, joint_lse, scale) -> "TargetCall":
+        query, pool, topk_idxs = (with_contiguous_last_dim(tensor) for tensor in (query, pool, topk_idxs))
+        if joint_lse is not None:
+            return cls(query, pool, topk_idxs, joint_lse, True, scale)
+        return cls(query, pool, topk_idxs, noncompressed_lse, False, scale)
+
+    @property
+    def floor(self) -> float:
+        return SELECTED_ONLY_FLOOR if self.lse is None else JOINT_FLOOR
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.query.stride()[:3], *self.pool.stride()[:2], *self.topk_idxs.stride()[:2])
+
+    @property
+    def lse_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0) if self.lse is None else self.lse.stride()
+
+
+def fill_target(call: TargetCall, target: Tensor) -> None:
+    """Fill ``[B, S, K]`` with the unnormalised target: one launch, or two where no program holds a row."""
+    (B, S, H, D), P, K = call.query.shape, call.pool.shape[1], call.topk_idxs.shape[2]
+    operands, sizes = (call.query, call.pool, call.topk_idxs), (S, P, K, call.scale)
+    architecture = configs.architecture(call.query.device)
+    precision = dot_precision(call.query.dtype, architecture)
+    config = configs.target_config(architecture, H, K, D, call.query.element_size(), call.joint)
+
+    def options(tile: configs.TileConfig) -> dict:
+        return dict(
+            H=H, D=D, HEADS=tile.heads, ENTRIES=tile.entries, DIM=tile.dim, PRECISION=precision,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+
+    has_lse = call.lse is not None
+    if config.held is not None:
+        _held_target_kernel[(B * S,)](
+            *operands, call.lse, target, *call.strides, *call.lse_strides, *sizes,
+            HAS_LSE=has_lse, **options(config.held),
+        )  # fmt: skip
+        return
+    tile_lse, lse_tiles = None, 0
+    if not call.joint:
+        lse_tiles = triton.cdiv(K, config.lse.entries)
+        tile_lse = target.new_empty((B, S, lse_tiles, H))
+        _tile_lse_kernel[(B * S * lse_tiles,)](*operands, tile_lse, *call.strides, *sizes, **options(config.lse))
+    _tile_target_kernel[(B * S * triton.cdiv(K, config.target.entries),)](
+        *operands, call.lse, tile_lse, lse_tiles, target, *call.strides, *call.lse_strides, *sizes,
+        LSE_TILES=triton.next_power_of_2(max(1, lse_tiles)), HAS_LSE=has_lse, JOINT=call.joint,
+        **options(config.target),
+    )  # fmt: skip
 
 
 def distill_target(
@@ -222,35 +282,9 @@ def distill_target(
     target = query.new_empty((B, S, K), dtype=torch.float32)
     if B * S * H * P * K == 0:
         return target.zero_()
-    query, pool, topk_idxs = (with_contiguous_last_dim(tensor) for tensor in (query, pool, topk_idxs))
-    lse = noncompressed_lse if joint_lse is None else joint_lse
-    joint = joint_lse is not None
-    floor = SELECTED_ONLY_FLOOR if lse is None else JOINT_FLOOR
-    architecture = configs.architecture(query.device)
-    config = configs.target_config(architecture, H, K, D, query.element_size(), joint)
-    strides = (*query.stride()[:3], *pool.stride()[:2], *topk_idxs.stride()[:2])
-    lse_strides = (0, 0, 0) if lse is None else lse.stride()
-    options = dict(
-        H=H, D=D, HEADS=config.heads, ENTRIES=config.entries, DIM=config.dim,
-        PRECISION=dot_precision(query.dtype, architecture),
-        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
-    )  # fmt: skip
-    if config.held:
-        _held_target_kernel[(B * S,)](
-            query, pool, topk_idxs, lse, target, *strides, *lse_strides, S, P, K, scale, floor,
-            HAS_LSE=lse is not None, NORMALIZE=normalize, **options,
-        )  # fmt: skip
-        return target
-    tiles = triton.cdiv(K, config.entries)
-    tile_lse = None
-    if not joint:
-        tile_lse = query.new_empty((B, S, tiles, H), dtype=torch.float32)
-        _tile_lse_kernel[(B * S * tiles,)](query, pool, topk_idxs, tile_lse, *strides, S, P, K, scale, **options)
-    _tile_target_kernel[(B * S * tiles,)](
-        query, pool, topk_idxs, lse, tile_lse, target, *strides, *lse_strides, S, P, K, scale, floor,
-        TILES=triton.next_power_of_2(tiles), HAS_LSE=lse is not None, JOINT=joint,
-        NORMALIZE=normalize and not joint, **options,
-    )  # fmt: skip
-    if joint and normalize:
-        _normalize_kernel[(B * S,)](target, K, floor, WIDTH=min(1024, triton.next_power_of_2(K)), num_warps=1)
+    call = TargetCall.of(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    fill_target(call, target)
+    if normalize:
+        width = min(1024, triton.next_power_of_2(K))
+        _normalize_kernel[(B * S,)](target, K, call.floor, WIDTH=width, num_warps=1, enable_fp_fusion=True)
     return target

@@ -2,7 +2,7 @@
 
 from . import _ops, flops  # noqa: F401  (registers torch.ops.v4idx.*, then its FLOP formulas)
 from ._ops import SAC_SAVE_OPS
-from .api import distill_kl, distill_loss, distill_target, window_lse
+from .api import distill_kl, distill_loss, distill_target, indexer_topk, window_lse
 
 __version__ = "0.1.0"
-__all__ = ["SAC_SAVE_OPS", "distill_kl", "distill_loss", "distill_target", "window_lse"]
+__all__ = ["SAC_SAVE_OPS", "distill_kl", "distill_loss", "distill_target", "indexer_topk", "window_lse"]

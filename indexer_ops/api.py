@@ -149,6 +149,65 @@ def distill_kl(
     return _OPS.distill_kl(index_scores, target, topk_idxs, eps, dispatch.effective_backend("distill_kl", backend))
 
 
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    entry_start: Tensor | None = None,
+    entry_stop: Tensor | None = None,
+    *,
+    topk: int,
+    ratio: int,
+    query_offset: int = 0,
+    backend: str = "auto",
+    check_inputs: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The lightning indexer: score every visible pool entry, keep the best ``topk``, differentiably.
+
+    ``I[t,p] = sum_h weights[t,h] * relu(q[t,h] . k[p])``. Entry p is visible to position ``t = query_offset + s`` iff
+    ``(p+1)*ratio <= t+1``. The gradient touches selected entries alone, with ``relu'(0) = 0``.
+
+    Args:
+        q: index queries, ``[B, S, Hi, Di]``.
+        k: index keys of the pool entries, ``[B, P, Di]``.
+        weights: head weights, ``[B, S, Hi]``, ``Hi**-0.5 * Di**-0.5`` included; they may be negative.
+        entry_start: first visible entry of each query, ``[B, S]`` int32 or int64, on top of the other rule.
+        entry_stop: one past the last visible entry, ``[B, S]``; replaces the rule by ``ratio``. With both: packed
+            documents, sharded sequences.
+        topk: columns of the outputs, 0 or more; may be larger than P.
+        ratio: tokens that an entry compresses, 1 or more.
+        query_offset: position of the first query row.
+        backend: see the module.
+        check_inputs: raise ``ValueError`` for bounds outside ``[0, P]`` or reversed; else they are clamped, and a
+            reversed range is empty.
+
+    Returns:
+        ``scores`` float32 and ``idxs`` int32, ``[B, S, topk]``: best first, ties to the lowest index, the same bits on
+        every run; unused slots are ``-inf`` and ``-1``, at the end. Differentiable in q, k and weights through scores;
+        under ``torch.use_deterministic_algorithms(True)`` the gradient of k has the same bits on every run too.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape, dtype or device.
+        NotImplementedError: ``backend="triton"`` cannot serve the call.
+
+    Source: DeepSeek-V3.2 (section 2.1, eq. 1), DeepSeek-V4 (section 2.3.1, eqs. 15 to 17).
+    """
+    checks.are_tensors(
+        ("entry_start", "entry_stop"), q=q, k=k, weights=weights, entry_start=entry_start, entry_stop=entry_stop
+    )
+    if check_inputs:
+        P = k.shape[1]
+        if entry_start is not None:
+            entry_start = _OPS._check_range(entry_start, "entry_start", 0, P + 1, False)
+        if entry_stop is not None:
+            entry_stop = _OPS._check_range(entry_stop, "entry_stop", 0, P + 1, False)
+        if entry_start is not None and entry_stop is not None:
+            length = _OPS._check_range(entry_stop - entry_start, "(entry_stop - entry_start)", 0, P + 1, False)
+            entry_stop = entry_start + length
+    backend = dispatch.effective_backend("indexer_topk", backend)
+    return _OPS.indexer_topk(q, k, weights, entry_start, entry_stop, topk, ratio, query_offset, backend)
+
+
 def distill_loss(
     index_scores: Tensor,
     topk_idxs: Tensor,
@@ -173,7 +232,8 @@ def distill_loss(
 ) -> Tensor:
     """The distillation loss of the lightning indexer: ``KL(attention || indexer)`` over the selected entries.
 
-    Composes ``window_lse``, ``distill_target`` and ``distill_kl``. Give at most one source for the rest of attention's
+    Target, KL and gradient in one pass (``torch.ops.v4idx.distill_loss``), after ``window_lse`` where that is asked for;
+    with ``head_group`` the three ops ``window_lse``, ``distill_target`` and ``distill_kl``. Give at most one source for the rest of attention's
     denominator: ``window_kv`` (with ``sink``, ``doc_start``, ``window``, ``query_offset``: computed here),
     ``noncompressed_lse`` (window and sink), or ``joint_lse`` (from an attention forward, selected entries included).
     With none, the target is renormalised over the selected entries: the old objective.
@@ -224,24 +284,21 @@ def distill_loss(
             backend=backend,
             check_inputs=check_inputs,
         )
-    target = distill_target(
-        query,
-        pool,
-        topk_idxs,
-        noncompressed_lse,
-        joint_lse,
-        scale=scale,
-        normalize=head_group is None,
-        backend=backend,
-    )
-    if head_group is not None:
+    if head_group is None:
+        one_pass = dispatch.effective_backend("distill_loss", backend)
+        kl = _OPS.distill_loss(
+            index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps, one_pass
+        )
+    else:
         from .distributed import sum_over_head_group
 
-        target = sum_over_head_group(target, head_group)
-        target = reference.normalized_target(target, has_lse=noncompressed_lse is not None or joint_lse is not None)
-    # distill_kl knows no P, and would count an index past the pool as a valid slot.
-    topk_idxs = torch.where(topk_idxs < pool.shape[1], topk_idxs, -1)
-    kl = distill_kl(index_scores, target, topk_idxs, eps=eps, backend=backend)
+        partial_target = distill_target(
+            query, pool, topk_idxs, noncompressed_lse, joint_lse, scale=scale, normalize=False, backend=backend
+        )
+        has_lse = noncompressed_lse is not None or joint_lse is not None
+        target = reference.normalized_target(sum_over_head_group(partial_target, head_group), has_lse)
+        kl = distill_kl(index_scores, target, reference.slots_in_pool(topk_idxs, pool), eps=eps, backend=backend)
+    topk_idxs = reference.slots_in_pool(topk_idxs, pool)
     return _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor)
 
 
@@ -287,7 +344,7 @@ def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Ten
     if reduction == "sum":
         return total if divisor is None else total / divisor
     if reduction == "mean":
-        return total / torch.sym_max(kl.numel(), 1)
+        return total / kl.numel() if kl.numel() > 0 else total
     counted = ((topk_idxs >= 0) & (index_scores > float("-inf"))).any(-1).to(kl.dtype)
     weight = counted.sum() if row_weight is None else (counted * row_weight.to(kl.dtype)).sum()
     return torch.where(weight > 0, total / torch.where(weight > 0, weight, 1.0), 0.0)

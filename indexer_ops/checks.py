@@ -148,3 +148,42 @@ def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: flo
         math.isfinite(eps) and eps > 0, lambda: f"eps must be a finite number greater than 0, got {eps}"
     )
     _same_device(index_scores=index_scores, target=target, topk_idxs=topk_idxs)
+
+
+def distill_loss(
+    index_scores: Tensor,
+    topk_idxs: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    noncompressed_lse: Tensor | None,
+    joint_lse: Tensor | None,
+    scale: float,
+    eps: float,
+) -> None:
+    """Check the arguments of ``distill_loss``: those of its parts."""
+    distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    distill_kl(index_scores, index_scores, topk_idxs, eps)
+    _same_device(query=query, index_scores=index_scores)
+
+
+def indexer_topk(
+    q: Tensor, k: Tensor, weights: Tensor, entry_start: Tensor | None, entry_stop: Tensor | None, topk, ratio: int
+) -> None:
+    """Check the arguments of ``indexer_topk``; see there for the shapes."""
+    _rank("q", q, "[B, S, Hi, Di]", 4)
+    _rank("k", k, "[B, P, Di]", 3)
+    _rank("weights", weights, "[B, S, Hi]", 3)
+    for name, tensor in (("q", q), ("k", k), ("weights", weights)):
+        _floating(name, tensor)
+    _size("k", k, 0, "B", q.shape[0], "q")
+    _size("k", k, 2, "Di", q.shape[3], "q")
+    _batch_and_rows("weights", weights, q, "q")
+    _size("weights", weights, 2, "Hi", q.shape[2], "q")
+    for name, bound in (("entry_start", entry_start), ("entry_stop", entry_stop)):
+        if bound is not None:
+            _rank(name, bound, "[B, S]", 2)
+            _integers(name, bound)
+            _batch_and_rows(name, bound, q, "q")
+    torch._check_value(topk >= 0, lambda: f"topk must be 0 or greater, got {topk}")
+    torch._check_value(ratio > 0, lambda: f"ratio must be greater than 0, got {ratio}")
+    _same_device(q=q, k=k, weights=weights, entry_start=entry_start, entry_stop=entry_stop)

@@ -11,7 +11,10 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MINIMUM_CAPABILITY = (8, 0)
 # One program of the KL kernels holds a whole row of scores, target and indices in registers.
 MAXIMUM_KL_WIDTH = 8192
-OPS = ("window_lse", "distill_target", "distill_kl")
+# Each round of the selection takes chunks of 4,096 columns and must at least halve what is left.
+MAXIMUM_TOPK = 2048
+MAXIMUM_INDEX_HEAD_DIM = 256
+OPS = ("window_lse", "distill_target", "distill_kl", "distill_loss", "indexer_topk")
 
 
 def _read_switches() -> frozenset[str]:
@@ -84,6 +87,24 @@ def supported_distill_kl(index_scores: Tensor, target: Tensor) -> str | None:
     if index_scores.shape[2] > MAXIMUM_KL_WIDTH:
         return f"the fused kernel takes at most {MAXIMUM_KL_WIDTH} entries a row, got {index_scores.shape[2]}"
     return _unsupported_tensors(index_scores, target)
+
+
+def supported_distill_loss(
+    index_scores: Tensor, query: Tensor, pool: Tensor, noncompressed_lse: Tensor | None, joint_lse: Tensor | None
+) -> str | None:
+    """Why the fused ``distill_loss`` cannot serve these tensors, or None where it can."""
+    return supported_distill_target(query, pool, noncompressed_lse, joint_lse) or supported_distill_kl(
+        index_scores, index_scores
+    )
+
+
+def supported_indexer_topk(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> str | None:
+    """Why the fused ``indexer_topk`` cannot serve these tensors, or None where it can."""
+    if q.shape[-1] > MAXIMUM_INDEX_HEAD_DIM:
+        return f"the fused kernel takes an index head dim of at most {MAXIMUM_INDEX_HEAD_DIM}, got {q.shape[-1]}"
+    if topk > MAXIMUM_TOPK:
+        return f"the fused kernel selects at most {MAXIMUM_TOPK} entries, got {topk}"
+    return _unsupported_tensors(q, k, weights) or _unsupported_products(q, k, ())
 
 
 def use_fused(op: str, backend: str, device: torch.device, reason: str | None) -> bool:

@@ -9,6 +9,8 @@ Eager calls walk over rows in chunks, so that no call takes more than ``TRANSIEN
 traced calls do not (a loop over rows would be compiled once per size).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
@@ -28,21 +30,28 @@ def target_floor(has_lse: bool) -> float:
     return JOINT_FLOOR if has_lse else SELECTED_ONLY_FLOOR
 
 
-def _is_traced(*tensors: Tensor) -> bool:
+def is_traced(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or detect_fake_mode(tensors) is not None
 
 
-def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def _without_autocast(tensor: Tensor) -> torch.autocast:
+def without_autocast(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def _chunks(total: int, bytes_per_row: int) -> list[tuple[int, int]]:
+def chunks(total: int, bytes_per_row: int) -> list[tuple[int, int]]:
     step = max(1, TRANSIENT_BYTES // max(1, bytes_per_row))
     return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def checkpointed(function: Callable, *arguments):
+    """Call ``function``, and where a gradient is recorded keep its inputs alone: it runs again in backward."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return function(*arguments)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ def _chunked_window_lse(query, window_kv, doc_start, window, scale, query_offset
         if 0 < window < T:
             keys = WINDOW_BLOCK + window - 1
             block_bytes = itemsize * (WINDOW_BLOCK * H * (D + 3 * keys) + 2 * keys * heads_of_keys * D)
-            for start, stop in _chunks((S + WINDOW_BLOCK - 1) // WINDOW_BLOCK, block_bytes):
+            for start, stop in chunks((S + WINDOW_BLOCK - 1) // WINDOW_BLOCK, block_bytes):
                 rows = slice(start * WINDOW_BLOCK, min(stop * WINDOW_BLOCK, S))
                 starts = None if doc_start is None else doc_start[batch, rows]
                 out[batch, rows] = _banded_lse(
@@ -126,9 +135,9 @@ def _chunked_window_lse(query, window_kv, doc_start, window, scale, query_offset
                 )
             continue
         # A window that reaches past the first key is full causal attention; keys are walked too, joined by logaddexp.
-        key_chunks = _chunks(T, itemsize * 8 * (heads_of_keys * D + 3 * H))
+        key_chunks = chunks(T, itemsize * 8 * (heads_of_keys * D + 3 * H))
         keys_at_once = max(stop - start for start, stop in key_chunks)
-        for start, stop in _chunks(S, itemsize * H * (D + 3 * keys_at_once)):
+        for start, stop in chunks(S, itemsize * H * (D + 3 * keys_at_once)):
             rows = slice(start, stop)
             lse = out.new_full((1, stop - start, H), float("-inf"))
             for first_key, last_key in key_chunks:
@@ -171,13 +180,13 @@ def window_lse(
     query_offset: int = 0,
 ) -> Tensor:
     """``out[b,s,h] = logaddexp(logsumexp_j(scale * query[b,s,h] . window_kv[b,j]), sink[h])`` over visible j."""
-    dtype = _compute_dtype(query, window_kv)
+    dtype = compute_dtype(query, window_kv)
     B, S, H, D = query.shape
     T = window_kv.shape[1]
-    with _without_autocast(query):
+    with without_autocast(query):
         if B * S * H * T == 0:
             lse = query.new_full((B, S, H), float("-inf"), dtype=dtype)
-        elif not _is_traced(query):
+        elif not is_traced(query):
             lse = _chunked_window_lse(query, window_kv, doc_start, window, scale, query_offset, dtype)
         elif window > 0:
             # A window wider than all positions is the same as one of just that width; sym_min adds no guard.
@@ -221,19 +230,19 @@ def distill_target(
     normalize: bool = True,
 ) -> Tensor:
     """Attention over the selected entries, summed over heads; ``normalize`` divides each row by its sum."""
-    dtype = _compute_dtype(query, pool, noncompressed_lse, joint_lse)
+    dtype = compute_dtype(query, pool, noncompressed_lse, joint_lse)
     B, S, H, D = query.shape
     P, K = pool.shape[1], topk_idxs.shape[2]
-    with _without_autocast(query):
+    with without_autocast(query):
         if B * S * H * P * K == 0:
             return query.new_zeros((B, S, K), dtype=dtype)
-        if _is_traced(query):
+        if is_traced(query):
             target = _target_rows(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, dtype)
         else:
             itemsize = torch.finfo(dtype).bits // 8
             target = query.new_empty((B, S, K), dtype=dtype)
             for b in range(B):
-                for start, stop in _chunks(S, itemsize * (H * D + 2 * K * D + 4 * H * K)):
+                for start, stop in chunks(S, itemsize * (H * D + 2 * K * D + 4 * H * K)):
                     rows = (slice(b, b + 1), slice(start, stop))
                     noncompressed, joint = (None if lse is None else lse[rows] for lse in (noncompressed_lse, joint_lse))
                     target[rows] = _target_rows(
@@ -272,19 +281,18 @@ def _kl_rows(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float
 def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float = 1e-10) -> Tensor:
     """``kl = sum_k t * (log(t + eps) - log(p + eps))`` with ``p = softmax(index_scores)`` over valid slots."""
     target = target.detach()
-    dtype = _compute_dtype(index_scores, target)
+    dtype = compute_dtype(index_scores, target)
     B, S, K = index_scores.shape
-    with _without_autocast(index_scores):
+    with without_autocast(index_scores):
         if B * S * K == 0:
             return index_scores.sum(-1, dtype=dtype)  # empty, and still a function of index_scores
         itemsize = torch.finfo(dtype).bits // 8
         flat = index_scores.flatten(0, 1), target.flatten(0, 1), topk_idxs.flatten(0, 1)
-        chunks = [(0, B * S)] if _is_traced(index_scores) else _chunks(B * S, itemsize * 10 * K)
-        if len(chunks) == 1:
+        row_chunks = [(0, B * S)] if is_traced(index_scores) else chunks(B * S, itemsize * 10 * K)
+        if len(row_chunks) == 1:
             return _kl_rows(*flat, eps, dtype).view(B, S)
         rows = [
-            checkpoint(_kl_rows, *(tensor[start:stop] for tensor in flat), eps, dtype, use_reentrant=False)
-            for start, stop in chunks
+            checkpointed(_kl_rows, *(tensor[start:stop] for tensor in flat), eps, dtype) for start, stop in row_chunks
         ]
         return torch.cat(rows).view(B, S)
 
@@ -292,13 +300,13 @@ def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: flo
 @torch.no_grad()
 def distill_kl_backward(grad_kl: Tensor, index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float) -> Tensor:
     """Gradient of ``distill_kl`` in closed form: ``w = p/(p+eps)``, ``A = sum_k t*w``, ``grad_kl * (p*A - t*w)``."""
-    dtype = _compute_dtype(index_scores, target)
+    dtype = compute_dtype(index_scores, target)
     out = torch.empty_like(index_scores, memory_format=torch.contiguous_format)
     B, S, K = index_scores.shape
     itemsize = torch.finfo(dtype).bits // 8
-    with _without_autocast(index_scores):
+    with without_autocast(index_scores):
         for b in range(B if K else 0):
-            for start, stop in _chunks(S, itemsize * 10 * K):
+            for start, stop in chunks(S, itemsize * 10 * K):
                 rows = (b, slice(start, stop))
                 valid = topk_idxs[rows] >= 0
                 p = student(index_scores[rows].to(dtype), valid)
@@ -308,3 +316,49 @@ def distill_kl_backward(grad_kl: Tensor, index_scores: Tensor, target: Tensor, t
                 gradient = p * weighted.sum(-1, keepdim=True) - weighted
                 out[rows] = (grad_kl[rows].to(dtype).unsqueeze(-1) * gradient).to(out.dtype)
     return out
+
+
+# --- distill_loss -------------------------------------------------------------------------------------------------
+
+
+def distill_loss(
+    index_scores: Tensor,
+    topk_idxs: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    noncompressed_lse: Tensor | None,
+    joint_lse: Tensor | None,
+    scale: float,
+    eps: float = 1e-10,
+) -> Tensor:
+    """``distill_target``, then ``distill_kl`` over the slots that lie in the pool."""
+    target = distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    return distill_kl(index_scores, target, slots_in_pool(topk_idxs, pool), eps)
+
+
+def slots_in_pool(topk_idxs: Tensor, pool: Tensor) -> Tensor:
+    """``topk_idxs`` with -1 for indices past the pool: ``distill_kl`` knows no P, and would count them as valid."""
+    return torch.where(topk_idxs < pool.shape[1], topk_idxs, -1)
+
+
+@torch.no_grad()
+def distill_loss_and_gradient(
+    index_scores: Tensor,
+    topk_idxs: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    noncompressed_lse: Tensor | None,
+    joint_lse: Tensor | None,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """KL rows and the float32 gradient of their sum in the scores."""
+    target = distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
+    arguments = (index_scores.float(), target, slots_in_pool(topk_idxs, pool), eps)
+    kl = distill_kl(*arguments)
+    return kl, distill_kl_backward(torch.ones_like(kl), *arguments)
+
+
+def scaled_rows(factor: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """``factor[b,s] * rows[b,s,k]``."""
+    return (factor.to(rows.dtype).unsqueeze(-1) * rows).to(dtype)

@@ -1,0 +1,1 @@
+"""Adapters for model libraries, each imported on demand: ``import indexer_ops`` needs torch and nothing else."""

@@ -1,0 +1,11 @@
+"""The distillation loss inside Hugging Face ``transformers``' DeepSeek-V4 models.
+
+``transformers``' lightning indexer returns integers, so none of its parameters ever receives a gradient. Here every
+compressed-sparse-attention (CSA) layer gets ``KL(attention || indexer)`` over the entries that its own indexer
+selected. No code of the model is replaced: hooks and a registered attention function see what a layer computes
+(``layer_tap``), the losses of one forward pass are collected (``training_pass``) and added to the model's (``handle``).
+"""
+
+from .handle import IndexerDistillation, enable_indexer_distillation
+
+__all__ = ["IndexerDistillation", "enable_indexer_distillation"]
