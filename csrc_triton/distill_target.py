@@ -2,8 +2,8 @@
 
 A gathered entry serves every head of its query, so one program is one query and a block of heads. *Held*: all selected
 logits of those heads stay in registers, so the denominator costs no second pass. *Tiled*: where a row does not fit, one
-launch writes the log-sum-exp of each tile, a second one recomputes the logits against the joined denominator. Given the
-joint log-sum-exp, the second launch is all there is.
+launch writes the log-sum-exp of each tile, a small one joins them, and a third recomputes the logits against the joint
+denominator. Given the joint log-sum-exp, the third is all there is.
 """
 
 from dataclasses import dataclass
@@ -144,15 +144,44 @@ def _tile_lse_kernel(
 
 
 @triton.jit
+def _join_kernel(
+    lse_ptr, tile_lse_ptr, joint_lse_ptr, lse_stride_b, lse_stride_s, lse_stride_h, S, tiles,
+    H: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Joint log-sum-exp of a query from ``lse`` and those of its tiles, ``[B, S, H]``.
+
+    A launch of its own: in each of the eight tiles of V4-Pro it cost 0.3 ms a pass on an H200, here 0.02.
+    """
+    b, s = _batch_and_query(tl.program_id(0), S)
+    h = tl.arange(0, HEADS)[None, :]
+    t = tl.arange(0, TILES)[:, None]
+    # [TILES, HEADS]
+    tile_lse = tl.load(
+        tile_lse_ptr + ((b * S + s) * tiles + t) * H + h, mask=(t < tiles) & (h < H), other=float("-inf")
+    )
+    maximum = tl.max(tile_lse, 0)[None, :]
+    if HAS_LSE:
+        lse_row = lse_ptr + b * lse_stride_b + s * lse_stride_s
+        lse = tl.load(lse_row + h * lse_stride_h, mask=h < H, other=float("-inf"))
+        maximum = tl.maximum(maximum, lse)
+    shift = finite_or_zero(maximum)
+    total = tl.sum(exp_of_difference(tile_lse, shift), 0)[None, :]
+    if HAS_LSE:
+        total += exp_of_difference(lse, shift)
+    joint_lse = maximum + tl.log(tl.where(total > 0, total, 1.0))
+    tl.store(joint_lse_ptr + (b * S + s) * H + h, joint_lse, mask=h < H)
+
+
+@triton.jit
 def _tile_target_kernel(
-    query_ptr, pool_ptr, idxs_ptr, lse_ptr, tile_lse_ptr, lse_tiles, target_ptr,
+    query_ptr, pool_ptr, idxs_ptr, joint_lse_ptr, target_ptr,
     query_stride_b, query_stride_s, query_stride_h, pool_stride_b, pool_stride_p, idxs_stride_b, idxs_stride_s,
     lse_stride_b, lse_stride_s, lse_stride_h,
     S, P, K, scale,
     H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr,
-    LSE_TILES: tl.constexpr, HAS_LSE: tl.constexpr, JOINT: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Target of one tile, against the joint log-sum-exp (JOINT) or the one joined from ``lse`` and the tiles' own."""
+    """Target of one tile against the joint log-sum-exp."""
     b, s, tile, _ = _tile_of_program(S, K, ENTRIES)
     k = tile * ENTRIES + tl.arange(0, ENTRIES)
     valid, entry_rows = _valid_entries(
@@ -162,29 +191,13 @@ def _tile_target_kernel(
     if tl.max(valid.to(tl.int32), 0) > 0:
         for head_block in range(0, H, HEADS):
             h = head_block + tl.arange(0, HEADS)
-            lse = tl.full([HEADS], float("-inf"), tl.float32)
-            if HAS_LSE:
-                lse_row = lse_ptr + b * lse_stride_b + s * lse_stride_s
-                lse = tl.load(lse_row + h * lse_stride_h, mask=h < H, other=float("-inf"))
-            denominator = lse
-            if not JOINT:
-                # [HEADS, LSE_TILES]
-                t = tl.arange(0, LSE_TILES)[None, :]
-                tile_lse = tl.load(
-                    tile_lse_ptr + ((b * S + s) * lse_tiles + t) * H + h[:, None],
-                    mask=(t < lse_tiles) & (h < H)[:, None],
-                    other=float("-inf"),
-                )
-                maximum = tl.maximum(tl.max(tile_lse, 1), lse)
-                shift = finite_or_zero(maximum)
-                total = tl.sum(exp_of_difference(tile_lse, shift[:, None]), 1) + exp_of_difference(lse, shift)
-                denominator = maximum + tl.log(tl.where(total > 0, total, 1.0))
+            lse_row = joint_lse_ptr + b * lse_stride_b + s * lse_stride_s
+            joint_lse = tl.load(lse_row + h * lse_stride_h, mask=h < H, other=0.0)
             query_rows = query_ptr + b * query_stride_b + s * query_stride_s + h.to(tl.int64) * query_stride_h
             logits = _gathered_logits(
                 query_rows, entry_rows, h < H, valid, scale, HEADS, ENTRIES, D, DIM, PRECISION, False
             )  # [ENTRIES, HEADS]
-            # The denominator of a head that is not there would be -inf, and -inf - -inf NaN.
-            exponent = tl.where(valid[:, None] & (h < H)[None, :], logits - denominator[None, :], float("-inf"))
+            exponent = tl.where(valid[:, None] & (h < H)[None, :], logits - joint_lse[None, :], float("-inf"))
             target += tl.sum(exp_of_difference(tl.minimum(exponent, 0.0), 0.0), 1)
     tl.store(target_ptr + (b * S + s) * K + k, target, mask=k < K)
 
@@ -235,7 +248,7 @@ class TargetCall:
 
 
 def fill_target(call: TargetCall, target: Tensor) -> None:
-    """Fill ``[B, S, K]`` with the unnormalised target: one launch, or two where no program holds a row."""
+    """Fill ``[B, S, K]`` with the unnormalised target: one launch, or three where no program holds a row."""
     (B, S, H, D), P, K = call.query.shape, call.pool.shape[1], call.topk_idxs.shape[2]
     operands, sizes = (call.query, call.pool, call.topk_idxs), (S, P, K, call.scale)
     architecture = configs.architecture(call.query.device)
@@ -255,16 +268,21 @@ def fill_target(call: TargetCall, target: Tensor) -> None:
             HAS_LSE=has_lse, **options(config.held),
         )  # fmt: skip
         return
-    tile_lse, lse_tiles = None, 0
+    joint_lse, lse_strides = call.lse, call.lse_strides
     if not call.joint:
-        lse_tiles = triton.cdiv(K, config.lse.entries)
-        tile_lse = target.new_empty((B, S, lse_tiles, H))
-        _tile_lse_kernel[(B * S * lse_tiles,)](*operands, tile_lse, *call.strides, *sizes, **options(config.lse))
+        tiles = triton.cdiv(K, config.lse.entries)
+        tile_lse = target.new_empty((B, S, tiles, H))
+        _tile_lse_kernel[(B * S * tiles,)](*operands, tile_lse, *call.strides, *sizes, **options(config.lse))
+        joint_lse = target.new_empty((B, S, H))
+        _join_kernel[(B * S,)](
+            call.lse, tile_lse, joint_lse, *call.lse_strides, S, tiles,
+            H=H, HEADS=triton.next_power_of_2(H), TILES=triton.next_power_of_2(tiles), HAS_LSE=has_lse,
+            num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        lse_strides = joint_lse.stride()
     _tile_target_kernel[(B * S * triton.cdiv(K, config.target.entries),)](
-        *operands, call.lse, tile_lse, lse_tiles, target, *call.strides, *call.lse_strides, *sizes,
-        LSE_TILES=triton.next_power_of_2(max(1, lse_tiles)), HAS_LSE=has_lse, JOINT=call.joint,
-        **options(config.target),
-    )  # fmt: skip
+        *operands, joint_lse, target, *call.strides, *lse_strides, *sizes, **options(config.target)
+    )
 
 
 def distill_target(
