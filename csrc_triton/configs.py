@@ -131,10 +131,15 @@ class IndexerBackwardConfig:
     num_stages: int
 
 
-def score_config(Di: int, itemsize: int) -> ScoreConfig:
-    """A tile that keeps both the products of one head and the sum over heads in registers."""
+def score_config(architecture: str, Di: int, itemsize: int) -> ScoreConfig:
+    """A tile that keeps both the products of one head and the sum over heads in registers.
+
+    0.103 ms at V4-Flash widths on an H200; 128 x 128 at 8 warps 0.148, 64 x 256 at 8 warps 0.134, 64 x 64 0.110.
+    """
     if itemsize == 4 or Di > 128:
         return ScoreConfig(queries=32, entries=64, num_warps=4, num_stages=2)
+    if architecture == "sm_80":  # no wgmma: operands take registers too, and the larger tile spills
+        return ScoreConfig(queries=64, entries=64, num_warps=4, num_stages=3)
     return ScoreConfig(queries=64, entries=128, num_warps=4, num_stages=3)
 
 

@@ -47,9 +47,8 @@ def _backward_kernel(
     dim = tl.arange(0, DIM)
     head_mask = (h < Hi)[:, None] & (dim < Di)[None, :]
     # [HEADS, DIM]
-    query = tl.load(
-        q_ptr + b * q_stride_b + s * q_stride_s + h[:, None] * q_stride_h + dim[None, :], mask=head_mask, other=0.0
-    )
+    query_row = q_ptr + b * q_stride_b + s * q_stride_s
+    query = tl.load(query_row + h[:, None] * q_stride_h + dim[None, :], mask=head_mask, other=0.0)
     # [HEADS]
     weight = tl.load(
         weights_ptr + b * weights_stride_b + s * weights_stride_s + h * weights_stride_h, mask=h < Hi, other=0.0
@@ -79,17 +78,27 @@ def _backward_kernel(
             if NEEDS_Q:
                 dq = tl.dot(gradient, keys, dq, input_precision=PRECISION)
             if NEEDS_K:
-                # [ENTRIES, DIM]
-                dk = tl.dot(tl.trans(gradient), query, input_precision=PRECISION)
-                out = dk_ptr + (b * P + entry[:, None]) * Di + dim[None, :]
-                for limb in tl.static_range(LIMBS):
-                    # Adding and taking away 1.5 * 2**23 units rounds to a multiple of the unit.
-                    rounder = tl.load(limb_unit_ptr + limb) * 12582912.0
-                    part = (dk + rounder) - rounder
-                    tl.atomic_add(out + limb * dk_stride_limb, part, mask=entry_mask, sem="relaxed")
-                    dk -= part
-                if LIMBS == 0:
-                    tl.atomic_add(out, dk, mask=entry_mask, sem="relaxed")
+                # In two halves of the head dim: whole, the gradient of a tile of keys spills.
+                for half in tl.static_range(2):
+                    half_dim = half * (DIM // 2) + tl.arange(0, DIM // 2)
+                    # [HEADS, DIM // 2]
+                    half_query = tl.load(
+                        query_row + h[:, None] * q_stride_h + half_dim[None, :],
+                        mask=(h < Hi)[:, None] & (half_dim < Di)[None, :],
+                        other=0.0,
+                    )
+                    # [ENTRIES, DIM // 2]
+                    dk = tl.dot(tl.trans(gradient), half_query, input_precision=PRECISION)
+                    out = dk_ptr + (b * P + entry[:, None]) * Di + half_dim[None, :]
+                    half_mask = valid[:, None] & (half_dim < Di)[None, :]
+                    for limb in tl.static_range(LIMBS):
+                        # Adding and taking away 1.5 * 2**23 units rounds to a multiple of the unit.
+                        rounder = tl.load(limb_unit_ptr + limb) * 12582912.0
+                        part = (dk + rounder) - rounder
+                        tl.atomic_add(out + limb * dk_stride_limb, part, mask=half_mask, sem="relaxed")
+                        dk -= part
+                    if LIMBS == 0:
+                        tl.atomic_add(out, dk, mask=half_mask, sem="relaxed")
     if NEEDS_Q:
         tl.store(dq_ptr + ((b * S + s) * Hi + h[:, None]) * Di + dim[None, :], dq, mask=head_mask)
     if NEEDS_WEIGHTS:
@@ -140,7 +149,7 @@ def indexer_topk_backward(
             grad_scores, q, k, weights, idxs, limb_units, dq, accumulator, dweights,
             *grad_scores.stride(), *q.stride()[:3], *k.stride()[:2], *weights.stride(), *idxs.stride()[:2],
             S, first_row, rows, P, topk, Hi, B * P * Di,
-            Di=Di, DIM=max(16, triton.next_power_of_2(Di)), HEADS=config.heads, ENTRIES=config.entries,
+            Di=Di, DIM=max(32, triton.next_power_of_2(Di)), HEADS=config.heads, ENTRIES=config.entries,
             NEEDS_Q=needs_q, NEEDS_K=needs_k, NEEDS_WEIGHTS=needs_weights, LIMBS=limbs,
             PRECISION=dot_precision(q.dtype, configs.architecture(q.device)),
             num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,

@@ -105,7 +105,8 @@ def index_scores(
     """Fill the ``[B, rows, P]`` slab ``scores`` for queries from ``first_row`` on, where entries are visible."""
     _, _, Hi, Di = q.shape
     B, rows, P = scores.shape
-    config = configs.score_config(Di, q.element_size())
+    architecture = configs.architecture(q.device)
+    config = configs.score_config(architecture, Di, q.element_size())
     grid = B * triton.cdiv(rows, config.queries) * triton.cdiv(P, config.entries)
     _score_kernel[(grid,)](
         q, k, weights, entry_start, entry_stop, scores,
@@ -113,6 +114,6 @@ def index_scores(
         first_row, rows, P, Hi, ratio, query_offset,
         Di=Di, DIM=max(16, triton.next_power_of_2(Di)), QUERIES=config.queries, ENTRIES=config.entries,
         HAS_START=entry_start is not None, HAS_STOP=entry_stop is not None,
-        PRECISION=dot_precision(q.dtype, configs.architecture(q.device)),
+        PRECISION=dot_precision(q.dtype, architecture),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -38,7 +38,7 @@ PRIVATE_SCHEMAS = (
     "bool strict) -> Tensor",
     "_distill_loss(Tensor index_scores, Tensor topk_idxs, Tensor query, Tensor pool, Tensor? noncompressed_lse, "
     "Tensor? joint_lse, float scale, float eps, bool strict) -> (Tensor kl, Tensor gradient)",
-    "_distill_loss_backward(Tensor grad_kl, Tensor gradient, ScalarType dtype, bool strict) -> Tensor",
+    "_distill_loss_backward(Tensor grad_kl, Tensor gradient, Tensor index_scores, bool strict) -> Tensor",
     "_indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor? entry_start, Tensor? entry_stop, SymInt topk, "
     "int ratio, SymInt query_offset, bool strict) -> (Tensor scores, Tensor idxs)",
     "_indexer_topk_backward(Tensor grad_scores, Tensor q, Tensor k, Tensor weights, Tensor idxs, "
@@ -196,8 +196,8 @@ def _distill_loss(index_scores, topk_idxs, query, pool, noncompressed_lse, joint
     return _launch_or_degrade("distill_loss", "distill_loss", reference.distill_loss_and_gradient, arguments, strict)
 
 
-def _distill_loss_backward(grad_kl, gradient, dtype, strict):
-    arguments = (grad_kl, gradient, dtype)
+def _distill_loss_backward(grad_kl, gradient, index_scores, strict):
+    arguments = (grad_kl, gradient, index_scores.dtype)
     return _launch_or_degrade("distill_loss", "distill_loss_backward", reference.scaled_rows, arguments, strict)
 
 
@@ -269,8 +269,8 @@ def _(index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale,
 
 
 @torch.library.register_fake("v4idx::_distill_loss_backward", lib=_LIBRARY)
-def _(grad_kl, gradient, dtype, strict):
-    return gradient.new_empty(gradient.shape, dtype=dtype)
+def _(grad_kl, gradient, index_scores, strict):
+    return gradient.new_empty(gradient.shape, dtype=index_scores.dtype)
 
 
 @torch.library.register_fake("v4idx::_indexer_topk", lib=_LIBRARY)
@@ -317,16 +317,17 @@ def _distill_kl_formula(ctx, grad_kl):
 
 
 def _save_for_distill_loss_backward(ctx, inputs, output):
+    index_scores, *_, ctx.strict = inputs
     _, gradient = output
-    ctx.scores_dtype, ctx.strict = inputs[0].dtype, inputs[-1]
     ctx.mark_non_differentiable(gradient)
-    ctx.save_for_backward(gradient)
+    # The scores give the backward op their dtype, and make its result depend on them: a second derivative then raises.
+    ctx.save_for_backward(gradient, index_scores)
 
 
 def _distill_loss_formula(ctx, grad_kl, grad_gradient):
     grad_scores = None
     if ctx.needs_input_grad[0]:
-        grad_scores = _DISTILL_LOSS_BACKWARD(grad_kl, *ctx.saved_tensors, ctx.scores_dtype, ctx.strict)
+        grad_scores = _DISTILL_LOSS_BACKWARD(grad_kl, *ctx.saved_tensors, ctx.strict)
     return (grad_scores, *(None,) * 8)
 
 

@@ -11,6 +11,7 @@ looks at values, which synchronises with the device, so not during CUDA graph ca
 ``[0, P)`` is an empty slot and bounds are clamped.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from . import checks, dispatch, reference
 
 _OPS = torch.ops.v4idx
+_NUMBER = (int, float)
 REDUCTIONS = ("none", "sum", "mean", "valid_mean")
 
 
@@ -61,7 +63,11 @@ def window_lse(
     Source: the attention sink of DeepSeek-V4 (report section 2.3.1, eq. 19 ff.), one softmax over window, pool and sink.
     """
     checks.are_tensors(("sink", "doc_start"), query=query, window_kv=window_kv, sink=sink, doc_start=doc_start)
+    checks.are_scalars(int, window=window, query_offset=query_offset)
+    checks.are_scalars(_NUMBER, scale=scale)
+    checks.are_scalars(str, backend=backend)
     if check_inputs and doc_start is not None:
+        _check_now(checks.window_lse, query, window_kv, sink, doc_start, scale)
         doc_start = _OPS._check_range(doc_start, "doc_start", 0, window_kv.shape[1] + 1, False)
     backend = dispatch.effective_backend("window_lse", backend)
     return _OPS.window_lse(query, window_kv, sink, doc_start, window, scale, query_offset, backend)
@@ -114,7 +120,11 @@ def distill_target(
         noncompressed_lse=noncompressed_lse,
         joint_lse=joint_lse,
     )
+    checks.are_scalars(_NUMBER, scale=scale)
+    checks.are_scalars(bool, normalize=normalize)
+    checks.are_scalars(str, backend=backend)
     if check_inputs:
+        _check_now(checks.distill_target, query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
         topk_idxs = _OPS._check_range(topk_idxs, "topk_idxs", -1, pool.shape[1], True)
     backend = dispatch.effective_backend("distill_target", backend)
     return _OPS.distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize, backend)
@@ -146,6 +156,8 @@ def distill_kl(
     Source: DeepSeek-V3.2 (section 2.1, eq. 4).
     """
     checks.are_tensors(index_scores=index_scores, target=target, topk_idxs=topk_idxs)
+    checks.are_scalars(_NUMBER, eps=eps)
+    checks.are_scalars(str, backend=backend)
     return _OPS.distill_kl(index_scores, target, topk_idxs, eps, dispatch.effective_backend("distill_kl", backend))
 
 
@@ -195,7 +207,10 @@ def indexer_topk(
     checks.are_tensors(
         ("entry_start", "entry_stop"), q=q, k=k, weights=weights, entry_start=entry_start, entry_stop=entry_stop
     )
+    checks.are_scalars(int, topk=topk, ratio=ratio, query_offset=query_offset)
+    checks.are_scalars(str, backend=backend)
     if check_inputs:
+        _check_now(checks.indexer_topk, q, k, weights, entry_start, entry_stop, topk, ratio)
         P = k.shape[1]
         if entry_start is not None:
             entry_start = _OPS._check_range(entry_start, "entry_start", 0, P + 1, False)
@@ -270,6 +285,11 @@ def distill_loss(
         index_scores, window_kv, sink, doc_start, noncompressed_lse, joint_lse, reduction, row_weight, divisor
     )
     checks.are_tensors(topk_idxs=topk_idxs, query=query, pool=pool)
+    checks.are_scalars(_NUMBER, scale=scale, eps=eps)
+    checks.are_scalars(str, backend=backend)
+    _check_now(
+        checks.distill_loss, index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps
+    )
     if check_inputs:
         topk_idxs = _OPS._check_range(topk_idxs, "topk_idxs", -1, pool.shape[1], True)
     if window_kv is not None:
@@ -302,6 +322,12 @@ def distill_loss(
     return _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor)
 
 
+def _check_now(check, *arguments) -> None:
+    """Check before anything is computed. In a graph the ops do, while it is traced and before any of it runs."""
+    if not torch.compiler.is_compiling():
+        check(*arguments)
+
+
 def _check_loss_arguments(
     index_scores, window_kv, sink, doc_start, noncompressed_lse, joint_lse, reduction, row_weight, divisor
 ) -> None:
@@ -325,15 +351,15 @@ def _check_loss_arguments(
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if divisor is not None and reduction != "sum":
         raise ValueError(f'divisor goes with reduction="sum", got reduction={reduction!r}')
-    if isinstance(divisor, (int, float)) and divisor == 0:
-        raise ValueError("divisor must not be 0")
-    if isinstance(divisor, Tensor) and divisor.numel() != 1:
-        raise ValueError(f"divisor must be a number or a scalar tensor, got shape {list(divisor.shape)}")
-    if row_weight is not None and row_weight.shape != index_scores.shape[:2]:
-        raise ValueError(
-            f"row_weight must be [B, S] = {list(index_scores.shape[:2])}, got {row_weight.dtype} "
-            f"{list(row_weight.shape)}"
-        )
+    if divisor is not None and not isinstance(divisor, (int, float, Tensor)):
+        raise TypeError(f"divisor must be a number or a scalar tensor, got {type(divisor).__name__} {divisor!r}")
+    if isinstance(divisor, Tensor):
+        if divisor.numel() != 1 or divisor.is_complex():
+            raise ValueError(f"divisor must be a number or a scalar tensor, got {divisor.dtype} {list(divisor.shape)}")
+    elif divisor is not None and not (math.isfinite(divisor) and divisor != 0):
+        raise ValueError(f"divisor must be finite and not 0, got {divisor}")
+    if row_weight is not None:
+        checks.row_weight(row_weight, index_scores)
 
 
 def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Tensor:
@@ -342,7 +368,7 @@ def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Ten
         return weighted
     total = weighted.sum()
     if reduction == "sum":
-        return total if divisor is None else total / divisor
+        return total if divisor is None else total / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
     if reduction == "mean":
         return total / kl.numel() if kl.numel() > 0 else total
     counted = ((topk_idxs >= 0) & (index_scores > float("-inf"))).any(-1).to(kl.dtype)

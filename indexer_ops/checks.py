@@ -75,6 +75,15 @@ def are_tensors(optional: tuple[str, ...] = (), **arguments: object) -> None:
             raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
+def are_scalars(expected: type | tuple[type, ...], **arguments: object) -> None:
+    """Raise TypeError for an argument that is not a number (int, (int, float)), flag or string as ``expected``."""
+    names = {int: "an int", bool: "a bool", str: "a str"}
+    for name, value in arguments.items():
+        is_flag = isinstance(value, bool) and expected is not bool  # True is an int, but no window
+        if is_flag or not isinstance(value, expected):
+            raise TypeError(f"{name} must be {names.get(expected, 'a number')}, got {type(value).__name__} {value!r}")
+
+
 def backend(value: str) -> None:
     torch._check_value(value in BACKENDS, lambda: f"backend must be one of {', '.join(BACKENDS)}, got {value!r}")
 
@@ -164,6 +173,14 @@ def distill_loss(
     distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
     distill_kl(index_scores, index_scores, topk_idxs, eps)
     _same_device(query=query, index_scores=index_scores)
+
+
+def row_weight(weight: Tensor, index_scores: Tensor) -> None:
+    """Check the weights of rows, ``[B, S]``, any real dtype."""
+    _rank("row_weight", weight, "[B, S]", 2)
+    _batch_and_rows("row_weight", weight, index_scores, "index_scores")
+    torch._check_type(not weight.is_complex(), lambda: f"row_weight must be real, got {_describe(weight)}")
+    _same_device(index_scores=index_scores, row_weight=weight)
 
 
 def indexer_topk(

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .bench import command as bench
 from .command_error import CommandError
 from .demo import command as demo
 
 # A command is a module with SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments). They are all imported for
 # the help texts, so each imports what it needs beyond torch in run() only.
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -82,13 +82,15 @@ def _banded_lse(
     """
     B, n, H, D = query.shape
     T = window_kv.shape[1]
-    blocks = (n + WINDOW_BLOCK - 1) // WINDOW_BLOCK
+    # A traced call takes one block more: a graph for "one block" and one for "several" would be two graphs.
+    blocks = (n + WINDOW_BLOCK - 1) // WINDOW_BLOCK + int(is_traced(query))
     device = query.device
     row = torch.arange(blocks * WINDOW_BLOCK, device=device).view(blocks, WINDOW_BLOCK)
     position = first + row  # [blocks, WINDOW_BLOCK]
     key = position[:, :1] - window + 1 + torch.arange(WINDOW_BLOCK + window - 1, device=device)  # [blocks, keys]
     source_row = row.clamp(max=n - 1)
-    rows = query[:, source_row].to(dtype)  # [B, blocks, WINDOW_BLOCK, H, D]
+    # index_select: indexing with a matrix gives a permuted query other strides in a trace than in an eager call.
+    rows = query.index_select(1, source_row.flatten()).unflatten(1, source_row.shape).to(dtype)
     keys = window_kv[:, key.clamp(0, T - 1)].to(dtype)  # [B, blocks, keys, (H,) D]
     equation = "bnqhd,bnkd->bnqhk" if window_kv.dim() == 3 else "bnqhd,bnkhd->bnqhk"
     logits = scale * torch.einsum(equation, rows, keys)
@@ -126,7 +128,7 @@ def _chunked_window_lse(query, window_kv, doc_start, window, scale, query_offset
         batch = slice(b, b + 1)
         if 0 < window < T:
             keys = WINDOW_BLOCK + window - 1
-            block_bytes = itemsize * (WINDOW_BLOCK * H * (D + 3 * keys) + 2 * keys * heads_of_keys * D)
+            block_bytes = itemsize * (WINDOW_BLOCK * H * (2 * D + 4 * keys) + 2 * keys * heads_of_keys * D)
             for start, stop in chunks((S + WINDOW_BLOCK - 1) // WINDOW_BLOCK, block_bytes):
                 rows = slice(start * WINDOW_BLOCK, min(stop * WINDOW_BLOCK, S))
                 starts = None if doc_start is None else doc_start[batch, rows]
@@ -135,9 +137,9 @@ def _chunked_window_lse(query, window_kv, doc_start, window, scale, query_offset
                 )
             continue
         # A window that reaches past the first key is full causal attention; keys are walked too, joined by logaddexp.
-        key_chunks = chunks(T, itemsize * 8 * (heads_of_keys * D + 3 * H))
+        key_chunks = chunks(T, itemsize * 8 * (heads_of_keys * D + 4 * H))
         keys_at_once = max(stop - start for start, stop in key_chunks)
-        for start, stop in chunks(S, itemsize * H * (D + 3 * keys_at_once)):
+        for start, stop in chunks(S, itemsize * H * (D + 4 * keys_at_once)):
             rows = slice(start, stop)
             lse = out.new_full((1, stop - start, H), float("-inf"))
             for first_key, last_key in key_chunks:

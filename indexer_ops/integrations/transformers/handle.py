@@ -8,11 +8,14 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 
+from ...training.zero_loss import zero_loss
 from .layer_tap import PASS_KEYWORD, LayerTap
-from .training_pass import TrainingPass, ZeroLoss
+from .training_pass import TrainingPass
 
 
-def enable_indexer_distillation(model: PreTrainedModel, coeff: float = 1e-2) -> "IndexerDistillation":
+def enable_indexer_distillation(
+    model: PreTrainedModel, coeff: float = 1e-2, *, fused_indexer: bool = True
+) -> "IndexerDistillation":
     """Make the lightning indexers of a DeepSeek-V4 model learn from attention.
 
     From now on, a forward pass in training mode with gradients enabled computes, for every CSA layer, the mean of
@@ -34,22 +37,29 @@ def enable_indexer_distillation(model: PreTrainedModel, coeff: float = 1e-2) -> 
     Gradient checkpointing works in both modes. ``torch.compile`` of the model meets no break here; together with
     checkpointing, it needs ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`` for that.
 
-    The added loss is the mean of one call, so with gradient accumulation divide it as any mean, which
-    ``transformers.Trainer`` does not do where it passes ``num_items_in_batch``.
+    The added loss is the mean of one call, so with gradient accumulation divide it as any mean; in
+    ``transformers.Trainer``, which does not where it passes ``num_items_in_batch``, ``IndexerDistillationCallback`` does.
 
     Args:
         model: ``DeepseekV4ForCausalLM``, ``DeepseekV4Model`` or another model of ``transformers`` on top of the latter,
             in any dtype. Of a wrapped model (``DistributedDataParallel``, ``torch.compile``, PEFT), give the inner one.
         coeff: factor on the loss, finite and at least 0; ``handle.coeff`` changes it later.
+        fused_indexer: where the loss is computed, score and select with ``indexer_ops.indexer_topk``, which forms no
+            ``[B, S, P]`` matrix and breaks ties to the lowest index; ``indexer.scorer`` is not called then. False keeps
+            the dense scorer and ``torch.topk``; so does an indexer whose ``forward`` was replaced before, as offloading
+            does. Under autocast the fused road rounds index keys to the dtype of the index queries.
 
     Returns:
         The handle: ``.loss``, ``.per_layer``, ``.coeff``, ``.disable()``. The model keeps it as
         ``indexer_distillation``, on the ``DeepseekV4Model``, where a deep copy of the model finds its own.
 
     Raises:
-        TypeError: ``model`` is not a DeepSeek-V4 model of ``transformers``, or ``coeff`` is not a number.
+        TypeError: ``model`` is not a DeepSeek-V4 model of ``transformers``, ``coeff`` is not a number, or
+            ``fused_indexer`` is not a bool.
         ValueError: the model has no CSA layer, the loss is on already, or ``coeff`` is negative or not finite.
     """
+    if not isinstance(fused_indexer, bool):
+        raise TypeError(f"fused_indexer must be a bool, got {type(fused_indexer).__name__}")
     base_model = getattr(model, "base_model", None) if isinstance(model, PreTrainedModel) else None
     if not isinstance(base_model, deepseek_v4.DeepseekV4Model):
         raise TypeError(
@@ -65,7 +75,7 @@ def enable_indexer_distillation(model: PreTrainedModel, coeff: float = 1e-2) -> 
             "model must have at least one compressed_sparse_attention layer, the only kind with an indexer, got "
             f"layer_types={base_model.config.layer_types}"
         )
-    return IndexerDistillation(model, base_model, attentions, coeff)
+    return IndexerDistillation(model, base_model, attentions, coeff, fused_indexer)
 
 
 class IndexerDistillation:
@@ -77,12 +87,13 @@ class IndexerDistillation:
         base_model: deepseek_v4.DeepseekV4Model,
         attentions: list[deepseek_v4.DeepseekV4Attention],
         coeff: float,
+        fused_indexer: bool,
     ) -> None:
         self.coeff = coeff
         self._loss: Tensor | None = None
         self._per_layer: dict[int, Tensor] = {}
         self._base_model = base_model
-        self._layers = [LayerTap(module) for module in attentions]
+        self._layers = [LayerTap(module, fused_indexer) for module in attentions]
         self._hooks = [
             base_model.register_forward_pre_hook(self._begin, with_kwargs=True),
             base_model.register_forward_hook(self._finish, with_kwargs=True),
@@ -107,6 +118,11 @@ class IndexerDistillation:
         Nothing is read back to the host before its caller does. Empty after a pass that computed nothing.
         """
         return dict(self._per_layer)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the CSA layers, the keys of ``per_layer``; empty after ``disable()``."""
+        return tuple(layer.attention.layer_idx for layer in self._layers)
 
     @property
     def coeff(self) -> float:
@@ -150,8 +166,7 @@ class IndexerDistillation:
             return None
         training_pass = kwargs.get(PASS_KEYWORD)
         if training_pass is None or not training_pass.losses:
-            parameters = (p for layer in self._layers for p in layer.indexer.parameters())
-            self._loss = ZeroLoss.apply(*parameters)
+            self._loss = zero_loss(p for layer in self._layers for p in layer.indexer.parameters())
             return None
         self._per_layer = {layer: loss.detach() for layer, loss in training_pass.losses.items()}
         output, total = training_pass.finish(output)

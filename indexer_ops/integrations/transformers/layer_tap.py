@@ -1,9 +1,10 @@
-"""Seeing what one CSA layer computes, without replacing its code.
+"""Seeing what one CSA layer computes, and letting its indexer select with the fused op.
 
-Hooks on the indexer detach its inputs and keep its scores and its selection. An attention function registered with
-``transformers`` calls the one that the model uses and sees what it is given: query, window keys, pool and mask. Both
-act only during a ``TrainingPass``, which reaches the layer as a keyword argument: a layer that gradient checkpointing
-runs again then meets the pass it belongs to, whatever the model has been used for since.
+A hook on the indexer detaches its inputs; its scores and its selection come from ``fused_indexer``, or by hooks from
+the indexer's own dense scorer. An attention function registered with ``transformers`` calls the one that the model uses
+and sees what it is given: query, window keys, pool and mask. All act only during a ``TrainingPass``, which reaches the
+layer as a keyword argument: a layer that gradient checkpointing runs again then meets the pass it belongs to, whatever
+the model has been used for since.
 """
 
 import copy
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
 
+from .fused_indexer import Selection, has_filled_cache, select
 from .training_pass import LayerView, TrainingPass
 
 PASS_KEYWORD = "indexer_distillation_pass"
@@ -21,18 +23,23 @@ _ATTENTION_NAME = "indexer_distillation"
 class LayerTap:
     """The hooks in one CSA layer, and what they hold between the indexer and the attention of one call."""
 
-    def __init__(self, attention: deepseek_v4.DeepseekV4Attention) -> None:
+    def __init__(self, attention: deepseek_v4.DeepseekV4Attention, fused_indexer: bool) -> None:
         self.attention = attention
         self.indexer = attention.compressor.indexer
         self.training_pass: TrainingPass | None = None
         self.all_scores: Tensor | None = None
-        self.topk_idxs: Tensor | None = None
+        self.selection: Selection | None = None
         self._hooks = [
             attention.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.indexer.register_forward_pre_hook(self._detach_inputs),
-            self.indexer.scorer.register_forward_hook(self._keep_scores),
-            self.indexer.register_forward_hook(self._keep_selection),
         ]
+        # A forward method that is not the class's belongs to somebody else, such as offloading to the host.
+        self._is_fused = fused_indexer and "forward" not in vars(self.indexer)
+        if self._is_fused:
+            self.indexer.forward = self._select
+        else:
+            self._hooks.append(self.indexer.scorer.register_forward_hook(self._keep_scores))
+            self._hooks.append(self.indexer.register_forward_hook(self._keep_selection))
         # A layer looks its attention function up by name in its config, which all layers and the model share: a config
         # of its own leaves masks, other layers and checkpoints alone.
         self.shared_config = attention.config
@@ -43,6 +50,8 @@ class LayerTap:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._is_fused:
+            del self.indexer.forward
         self.attention.config = self.shared_config
 
     def _enter(self, attention, args, kwargs):
@@ -55,28 +64,36 @@ class LayerTap:
             return None
         return tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
 
+    def _select(self, hidden_states, q_residual, position_ids, cache, layer_idx):
+        if self.training_pass is None or has_filled_cache(cache, layer_idx):
+            forward = type(self.indexer).forward
+            return forward(self.indexer, hidden_states, q_residual, position_ids, cache, layer_idx)
+        self.selection = select(self.indexer, hidden_states, q_residual, position_ids, cache, layer_idx)
+        return self.selection.topk_idxs.long()  # the compressor scatters with them
+
     def _keep_scores(self, scorer, args, all_scores):
         if self.training_pass is not None:
             self.all_scores = all_scores
 
     def _keep_selection(self, indexer, args, topk_idxs):
         if self.training_pass is not None:
-            self.topk_idxs = topk_idxs
+            scores, self.all_scores = self.all_scores, None
+            self.selection = Selection(scores.gather(-1, topk_idxs.clamp(min=0)), topk_idxs, scores.shape[-1])
 
     def take_view(self, query: Tensor, key: Tensor) -> LayerView | None:
         """What the layer saw, given attention's ``[B, H, S, D]`` query and ``[B, 1, T + P, D]`` key; once per call.
 
         None where the layer reads an earlier call's cache: its entries carry no graph, or that of another step.
         """
-        all_scores, topk_idxs = self.all_scores, self.topk_idxs
-        self.training_pass = self.all_scores = self.topk_idxs = None
+        selection = self.selection
+        self.training_pass = self.selection = None
         length = query.shape[2]
         key = key.to(query.dtype)  # under autocast, transformers 5.17 norms keys to float32; attention casts them back
-        if key.shape[2] != length + all_scores.shape[-1]:
+        if selection is None or key.shape[2] != length + selection.entries:
             return None
         return LayerView(
-            index_scores=all_scores.gather(-1, topk_idxs.clamp(min=0)),
-            topk_idxs=topk_idxs,
+            index_scores=selection.index_scores,
+            topk_idxs=selection.topk_idxs,
             query=query.transpose(1, 2),
             window_kv=key[:, 0, :length],
             pool=key[:, 0, length:],

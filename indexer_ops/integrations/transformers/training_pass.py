@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...api import distill_loss
+from ...training.attach import attach_aux_loss
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class LayerView:
     """What attention and indexer of one CSA layer saw in one forward pass."""
 
     index_scores: Tensor  # [B, S, K] float32, differentiable in the indexer's parameters
-    topk_idxs: Tensor  # [B, S, K] int64, -1 where empty
+    topk_idxs: Tensor  # [B, S, K] int32 or int64, -1 where empty
     query: Tensor  # [B, S, H, D], a view
     window_kv: Tensor  # [B, S, D], a view
     pool: Tensor  # [B, P, D], a view
@@ -61,7 +62,7 @@ class TrainingPass:
             self.losses[layer] = loss
             self.is_deferred |= not torch.is_grad_enabled()
         elif self.upstream is not None:
-            output = _AttachLoss.apply(output, loss, self.upstream)
+            output = attach_aux_loss(output, loss, self.upstream)
         return output
 
     def finish(self, output: Any) -> tuple[Any, Tensor]:
@@ -112,30 +113,3 @@ class _KeepUpstream(torch.autograd.Function):
         # Autograd makes zeros of the one that nothing flows back to; the layers run again all the same.
         ctx.training_pass.upstream = grad_total
         return grad_hidden_states, grad_total, None
-
-
-class _AttachLoss(torch.autograd.Function):
-    """Identity of a layer's output that gives ``loss`` the gradient ``upstream`` in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, output: Tensor, loss: Tensor, upstream: Tensor):
-        ctx.upstream = upstream.to(loss.device)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        return grad_output, ctx.upstream, None
-
-
-class ZeroLoss(torch.autograd.Function):
-    """A loss of 0 whose gradients are zeros, made in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, *parameters: Tensor):
-        ctx.parameters = parameters
-        return parameters[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor):
-        needed = zip(ctx.parameters, ctx.needs_input_grad, strict=True)
-        return tuple(torch.zeros_like(parameter) if need else None for parameter, need in needed)
