@@ -27,9 +27,21 @@ setup(
     extras_require={
         "demo": DEMO,
         "bench": ["matplotlib", "rich"],
+        "tensorboard": ["tensorboard"],
         # Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses. The packaging tests
-        # build with setuptools.
-        "test": [*DEMO, "expecttest", "hypothesis", "numpy<2.4", "pytest", "pytest-xdist", "setuptools>=70.1"],
+        # build with setuptools; transformers.Trainer needs accelerate.
+        "test": [
+            *DEMO,
+            "accelerate",
+            "expecttest",
+            "hypothesis",
+            'megatron-core==0.16.1; platform_system == "Linux" and python_version < "3.14"',
+            "numpy<2.4",
+            "pytest",
+            "pytest-xdist",
+            "setuptools>=70.1",
+            "tensorboard",
+        ],
     },
     entry_points={"console_scripts": ["indexer-ops = indexer_ops.cli:main"]},
     classifiers=[

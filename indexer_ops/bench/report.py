@@ -6,7 +6,7 @@ from rich.table import Table
 from .ceilings import Ceilings
 from .gate import Check
 from .ladder import PARTS
-from .presets import shown_length
+from .presets import PRESETS, shown_length
 
 TITLES = {
     "loss": "Distillation loss",
@@ -115,6 +115,11 @@ def training_step_table(steps: list[dict], preset: str) -> Table:
         ("length", "indexer and loss"),
         ("ms a step", "step at the matrix ceiling, ms", "share at most"),
     )
+    table.caption = (
+        f"Step at the matrix ceiling: 6 x {PRESETS[preset].active_parameters / 1e9:.0f}e9 active parameters x tokens. "
+        "A real step takes longer: the share is an upper bound."
+    )
+    table.caption_justify = "left"
     for step in steps:
         table.add_row(
             shown_length(step["length"]),

@@ -42,10 +42,6 @@ class Timing:
         quantiles = torch.tensor(milliseconds, dtype=torch.float64).quantile(fractions)
         return cls(*quantiles.tolist(), repetitions=len(milliseconds), method=method)
 
-    @property
-    def interquartile(self) -> float:
-        return self.upper_quartile - self.lower_quartile
-
 
 def _repetitions(seconds: float, seconds_each: float) -> int:
     return max(LEAST_REPETITIONS, min(MOST_REPETITIONS, int(seconds / max(seconds_each, 1e-6))))

@@ -47,7 +47,8 @@ def _draw_language(axes: Axes, with_loss: Run, without_loss: Run) -> None:
 def _draw_divergence(axes: Axes, with_loss: Run) -> None:
     for (layer, kl), colour in zip(with_loss.kl.items(), _colours(with_loss), strict=True):
         axes.plot(*_smoothed(kl), color=colour, label=f"layer {layer}")
-    axes.set(title="The indexers approach attention", ylabel="KL(attention || indexer) [nats]", yscale="log")
+    axes.set(title="The indexers approach attention", ylabel="KL(attention || indexer) [nats]")
+    axes.set_ylim(bottom=0)
     axes.legend(title="with the loss, training")
 
 

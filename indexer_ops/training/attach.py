@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("v4idx", "FRAGMENT")
+_LIBRARY = torch.library.Library("v4idx_training", "DEF")
+# A name space of its own: the one of the public ops is complete once ``indexer_ops`` is imported.
 _LIBRARY.define("_scale_at_backward(Tensor scale, Tensor grad_output) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -20,8 +21,8 @@ def _scale_shape(scale: Tensor, grad_output: Tensor) -> Tensor:
 # An op, because its second argument ties the reading to the backward pass: without it, a compiled graph computes the
 # gradient of the loss in its forward half, with the scale of that moment (seen in torch 2.13).
 _LIBRARY.impl("_scale_at_backward", _read_scale, "CompositeExplicitAutograd")
-torch.library.register_fake("v4idx::_scale_at_backward", _scale_shape, lib=_LIBRARY)
-_SCALE_AT_BACKWARD = torch.ops.v4idx._scale_at_backward.default
+torch.library.register_fake("v4idx_training::_scale_at_backward", _scale_shape, lib=_LIBRARY)
+_SCALE_AT_BACKWARD = torch.ops.v4idx_training._scale_at_backward.default
 
 
 def attach_aux_loss(output: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
@@ -32,8 +33,9 @@ def attach_aux_loss(output: Tensor, loss: Tensor, scale: Tensor | float) -> Tens
     of tokens) has to be in ``scale`` too, together with the coefficient.
 
     A tensor is read when the backward pass arrives, not before: fill it in place when a schedule knows the value, also
-    after forward passes whose backward is still to come. In a graph of ``torch.compile`` such a change between forward
-    and backward raises ``RuntimeError`` (a saved tensor was modified); change it between steps there.
+    after forward passes whose backward is still to come. In a graph of ``torch.compile`` such a change is followed
+    (``aot_eager``) or raises ``RuntimeError`` in the backward pass (Inductor: a saved tensor was modified); it is never
+    missed. With Inductor, change it between steps.
 
     Under activation checkpointing of either kind the loss counts once. Reentrant checkpointing needs an input that
     requires gradients, as always. Do not modify the result in place: autograd refuses that.

@@ -1,5 +1,6 @@
 """The benchmark: what it counts, fits and compares, its gate, and a whole run of the smallest sizes."""
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -125,6 +126,46 @@ def test_clock_leaves_out_what_goes_before():
     assert calls.count("prepare") == calls.count(7) == measured.repetitions + 2
     assert calls[:2] == ["prepare", 7]
     assert timing.LEAST_REPETITIONS <= measured.repetitions <= timing.MOST_REPETITIONS
+
+
+class FakeEvent:
+    """Stands for a CUDA event: a millisecond passes at each record."""
+
+    now = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.now += 1
+        self.time = FakeEvent.now
+
+    def elapsed_time(self, stop):
+        return float(stop.time - self.time)
+
+
+class FakeGraph:
+    replays = 0
+
+    def replay(self):
+        FakeGraph.replays += 1
+
+
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_gpu_clock_records_a_graph_once_and_launches_otherwise(monkeypatch, as_graph):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
+    for name in ("Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(timing, "FLUSHED_BYTES", 8)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
+    calls = []
+    measured = timing.GpuClock(CPU).measure(lambda: calls.append("prepare") or 7, calls.append, as_graph)
+    timed = measured.repetitions + timing.LEAST_REPETITIONS
+    assert (measured.method, measured.low, measured.high) == ("graph" if as_graph else "launched", 1.0, 1.0)
+    assert FakeGraph.replays == (timed if as_graph else 0)
+    assert calls == ["prepare", 7] * (timing.WARM_UP_CALLS + (1 if as_graph else timed))
 
 
 def test_fitted_exponent():

@@ -37,8 +37,8 @@ def enable_indexer_distillation(
     Gradient checkpointing works in both modes. ``torch.compile`` of the model meets no break here; together with
     checkpointing, it needs ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`` for that.
 
-    The added loss is the mean of one call, so with gradient accumulation divide it as any mean; in
-    ``transformers.Trainer``, which does not where it passes ``num_items_in_batch``, ``IndexerDistillationCallback`` does.
+    The added loss is the mean of one call, so with gradient accumulation divide it as any mean. In
+    ``transformers.Trainer``, which does not where it passes ``num_items_in_batch``, use ``trainer_callback``.
 
     Args:
         model: ``DeepseekV4ForCausalLM``, ``DeepseekV4Model`` or another model of ``transformers`` on top of the latter,

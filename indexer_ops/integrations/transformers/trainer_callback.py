@@ -84,6 +84,7 @@ class IndexerDistillationCallback(TrainerCallback):
         scalars = self._tracker.report(state.global_step).scalars()
         if scalars:
             self._trainer.log(scalars)
+            control.should_log = True  # logging has cleared it, and the trainer's own entry is still to come
 
     def _left_out(self, args: TrainingArguments) -> int:
         """How often the trainer counts a mean of one micro-batch on one rank, where it should count once."""
