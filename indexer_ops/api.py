@@ -359,7 +359,15 @@ def _check_loss_arguments(
     elif divisor is not None and not (math.isfinite(divisor) and divisor != 0):
         raise ValueError(f"divisor must be finite and not 0, got {divisor}")
     if row_weight is not None:
-        checks.row_weight(row_weight, index_scores)
+        if row_weight.shape != index_scores.shape[:2] or row_weight.is_complex():
+            raise ValueError(
+                f"row_weight must be real, [B, S] = {list(index_scores.shape[:2])}, got {row_weight.dtype} "
+                f"{list(row_weight.shape)}"
+            )
+        if row_weight.device != index_scores.device:
+            raise ValueError(
+                f"row_weight must be on the device of index_scores, {index_scores.device}, got one on {row_weight.device}"
+            )
 
 
 def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Tensor:

@@ -175,14 +175,6 @@ def distill_loss(
     _same_device(query=query, index_scores=index_scores)
 
 
-def row_weight(weight: Tensor, index_scores: Tensor) -> None:
-    """Check the weights of rows, ``[B, S]``, any real dtype."""
-    _rank("row_weight", weight, "[B, S]", 2)
-    _batch_and_rows("row_weight", weight, index_scores, "index_scores")
-    torch._check_type(not weight.is_complex(), lambda: f"row_weight must be real, got {_describe(weight)}")
-    _same_device(index_scores=index_scores, row_weight=weight)
-
-
 def indexer_topk(
     q: Tensor, k: Tensor, weights: Tensor, entry_start: Tensor | None, entry_stop: Tensor | None, topk, ratio: int
 ) -> None:

@@ -234,9 +234,9 @@ def test_divisor_must_be_a_number():
 
 
 def test_row_weight_must_fit_the_rows():
-    message = r"row_weight.shape\[0\] must be B = 2 .*, got torch.float32 \[6, 2\]"
+    message = r"row_weight must be real, \[B, S\] = \[2, 6\], got torch.float32 \[6, 2\]"
     expect(ValueError, message, "distill_loss", "row_weight", replaced_by(torch.ones(6, 2, device=DEVICE)))
-    message = "all tensors must be on one device.*row_weight on meta"
+    message = "row_weight must be on the device of index_scores, .* on meta"
     expect(ValueError, message, "distill_loss", "row_weight", replaced_by(torch.ones(2, 6, device="meta")))
 
 

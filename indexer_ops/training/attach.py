@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("v4idx_training", "DEF")
 # A name space of its own: the one of the public ops is complete once ``indexer_ops`` is imported.
+_LIBRARY = torch.library.Library("v4idx_training", "DEF")
 _LIBRARY.define("_scale_at_backward(Tensor scale, Tensor grad_output) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
