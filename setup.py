@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "indexer_ops/__init__.py").read_text(), re.MULTILINE)[1]
-DEMO = ["transformers>=5.17", "matplotlib", "rich"]
+DEMO = ["transformers>=5.17", "accelerate", "matplotlib", "rich"]
 
 setup(
     name="indexer-ops",
@@ -29,10 +29,9 @@ setup(
         "bench": ["matplotlib", "rich"],
         "tensorboard": ["tensorboard"],
         # Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses. The packaging tests
-        # build with setuptools; transformers.Trainer needs accelerate.
+        # build with setuptools.
         "test": [
             *DEMO,
-            "accelerate",
             "expecttest",
             "hypothesis",
             'megatron-core==0.16.1; platform_system == "Linux" and python_version < "3.14"',

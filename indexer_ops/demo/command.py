@@ -60,22 +60,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="files or directories to train on (default: the sources of Python's standard library)",
     )
-    parser.add_argument("--out", type=Path, default=Path("."), help="directory for demo.json and demo.png")
+    parser.add_argument(
+        "--trainer",
+        action="store_true",
+        help="one run with the loss in transformers.Trainer instead, which logs the KL of each layer; writes "
+        "demo_trainer.json",
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="directory for what is written")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check everything, train twice, write ``demo.json`` and ``demo.png``, print a table."""
-    _check_packages()
+    _check_packages((*EXTRA_PACKAGES, "accelerate") if arguments.trainer else EXTRA_PACKAGES)
     from .model import SEQUENCE_LENGTH
 
     device = _checked_device(arguments.device)
     corpus = read_corpus(arguments.text, HELD_OUT_SEQUENCES, SEQUENCE_LENGTH)
     _check_writable(arguments.out)
-    train_and_report(arguments, device, corpus)
+    if arguments.trainer:
+        from .trainer import train_with_trainer
+
+        train_with_trainer(arguments, device, corpus, HELD_OUT_SEQUENCES)
+    else:
+        train_and_report(arguments, device, corpus)
 
 
-def _check_packages() -> None:
-    missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
+def _check_packages(names: tuple[str, ...]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"{', '.join(missing)} not installed: pip install 'indexer-ops[demo]'")
     if importlib.util.find_spec("transformers.models.deepseek_v4") is None:
