@@ -100,7 +100,7 @@ def test_wheel_metadata(wheel):
     assert named == ["indexer-ops", __version__, ">=3.10"]
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert required == ["torch>=2.11", 'triton>=3.6; platform_system == "Linux"']
-    assert set(metadata.get_all("Provides-Extra")) == {"bench", "demo", "test"}
+    assert set(metadata.get_all("Provides-Extra")) == {"bench", "demo", "tensorboard", "test"}
     assert any(name.startswith(DIST_INFO) and name.endswith("LICENSE") for name in files)
 
 

@@ -234,7 +234,8 @@ def float32_case(causal_case):
 
 @pytest.mark.parametrize("part", ladder.PARTS)
 def test_rungs_of_a_part_agree(float32_case, part, monkeypatch):
-    monkeypatch.setattr(eager, "ROWS", 32)  # two chunks and a shorter one
+    for rows in ("LOSS_ROWS", "INDEX_ROWS"):
+        monkeypatch.setattr(eager, rows, 32)  # two chunks and a shorter one
     results = []
     for rung in ladder.rungs_of(part):
         if not rung.compiled:

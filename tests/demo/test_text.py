@@ -49,7 +49,6 @@ def test_batches_come_from_the_training_part_and_repeat_with_their_seed(tree):
     assert not torch.equal(batches, torch.stack(list(corpus.training_batches(5, 3, LENGTH, seed=8))))
     training = bytes(corpus.training.tolist())
     assert all(bytes(row) in training for row in batches.flatten(0, 1).tolist())
-    whole = torch.stack(
-        list(corpus.training_batches(8, 1, len(training), seed=0))
-    )  # there is one place to take it from
+    # There is only one place to take all of it from.
+    whole = torch.stack(list(corpus.training_batches(8, 1, len(training), seed=0)))
     assert (whole == corpus.training).all()

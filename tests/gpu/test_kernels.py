@@ -12,10 +12,10 @@ DEVICE = "cuda"
 EPS = 1e-10
 
 WIDTHS = {
-    "V4-Flash": dict(S=300, H=64, D=512, P=600, K=512, window=128),
-    "V4-Flash, more entries than selected": dict(S=150, H=64, D=512, P=2000, K=512, window=128),
-    "V4-Pro": dict(S=200, H=128, D=512, P=1500, K=1024, window=128),
-    "small": dict(S=200, H=8, D=128, P=75, K=64, window=32),
+    "V4-Flash": dict(S=150, H=64, D=512, P=600, K=512, window=128),
+    "V4-Flash, more entries than selected": dict(S=60, H=64, D=512, P=2000, K=512, window=128),
+    "V4-Pro": dict(S=100, H=128, D=512, P=1500, K=1024, window=128),
+    "small": dict(S=100, H=8, D=128, P=75, K=64, window=32),
     "odd": dict(S=77, H=5, D=80, P=123, K=100, window=50),
     "one head": dict(S=65, H=1, D=16, P=40, K=9, window=0),
 }
