@@ -111,9 +111,7 @@ def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: flo
     return kl
 
 
-def distill_kl_backward(
-    grad_kl: Tensor, index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float
-) -> Tensor:
+def distill_kl_backward(grad_kl: Tensor, index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float) -> Tensor:
     """``[B, S]`` gradient of the KL to the ``[B, S, K]`` gradient of the scores, in the scores' dtype."""
     B, S, K = index_scores.shape
     grad_scores = index_scores.new_empty((B, S, K))

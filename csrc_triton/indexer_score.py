@@ -1,7 +1,7 @@
 """Index scores of a slab of queries against every visible entry; and which entries are visible.
 
-``score[s, p] = sum_h weights[s, h] * relu(q[s, h] . k[p])``. One program is a tile of queries and entries and walks over
-the heads: the tile of keys is read once, and a head's products never leave the registers.
+``score[s, p] = sum_h weights[s, h] * relu(q[s, h] . k[p])``. One program is a tile of queries and entries and walks
+over the heads: the tile of keys is read once, and a head's products never leave the registers.
 """
 
 import triton
@@ -25,9 +25,9 @@ def visible_range(
     stop = tl.where(row_is_real, tl.minimum(tl.maximum(stop, 0), P), 0)
     start = stop * 0
     if HAS_START:
-        start = tl.load(
-            entry_start_ptr + b * start_stride_b + s * start_stride_s, mask=row_is_real, other=0
-        ).to(tl.int64)
+        start = tl.load(entry_start_ptr + b * start_stride_b + s * start_stride_s, mask=row_is_real, other=0).to(
+            tl.int64
+        )
         start = tl.minimum(tl.maximum(start, 0), stop)
     return start, stop
 

@@ -89,6 +89,8 @@ def _select_kernel(
     tl.store(out_idxs + k, -1, mask=(k >= wanted) & (k < topk))
     tl.store(out_scores + slot, _score_of(ordered), mask=chosen)
     tl.store(out_idxs + slot, idxs, mask=chosen)
+
+
 @triton.jit
 def _sort_kernel(scores_ptr, idxs_ptr, topk, TOPK: tl.constexpr):
     """Sort a row of winners in place: best first, ties to the lowest index, unused slots last."""
@@ -116,7 +118,7 @@ def select_topk(
     out_scores: Tensor,
     out_idxs: Tensor,
 ) -> None:
-    """Top-k of each row of the ``[B, rows, P]`` slab, in index order, into rows from ``first_row`` on of the outputs."""
+    """Top-k of each row of the ``[B, rows, P]`` slab, in index order, into the outputs' rows from ``first_row`` on."""
     B, rows, P = scores.shape
     topk = out_scores.shape[2]
     bounds = (entry_start, entry_stop)

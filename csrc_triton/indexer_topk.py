@@ -20,7 +20,7 @@ def indexer_topk(
     ratio: int,
     query_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """``[B, S, Hi, Di]`` q, ``[B, P, Di]`` k and ``[B, S, Hi]`` weights to ``[B, S, topk]`` scores and int32 indices."""
+    """``[B, S, Hi, Di]`` q, ``[B, P, Di]`` k, ``[B, S, Hi]`` weights to ``[B, S, topk]`` scores and int32 indices."""
     B, S, Hi, Di = q.shape
     P = k.shape[1]
     scores = q.new_empty((B, S, topk), dtype=torch.float32)

@@ -139,7 +139,8 @@ def window_lse(
         *((0, 0) if doc_start is None else doc_start.stride()),
         S, T, H, query_offset, scale,
         WINDOW=window, D=D, QUERIES=config.queries, HEADS=config.heads, KEYS=config.keys, DIM=config.dim,
-        ALL_ROWS_REAL=S % config.queries == 0 and H % config.heads == 0, HAS_SINK=sink is not None, HAS_DOC_START=doc_start is not None,
+        ALL_ROWS_REAL=S % config.queries == 0 and H % config.heads == 0,
+        HAS_SINK=sink is not None, HAS_DOC_START=doc_start is not None,
         PRECISION=dot_precision(query.dtype, configs.architecture(query.device)),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

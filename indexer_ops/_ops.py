@@ -20,8 +20,7 @@ PUBLIC_SCHEMAS = (
     'SymInt query_offset=0, str backend="auto") -> Tensor',
     "distill_target(Tensor query, Tensor pool, Tensor topk_idxs, Tensor? noncompressed_lse, Tensor? joint_lse, "
     'float scale, bool normalize=True, str backend="auto") -> Tensor',
-    "distill_kl(Tensor index_scores, Tensor target, Tensor topk_idxs, float eps=1e-10, "
-    'str backend="auto") -> Tensor',
+    'distill_kl(Tensor index_scores, Tensor target, Tensor topk_idxs, float eps=1e-10, str backend="auto") -> Tensor',
     "distill_loss(Tensor index_scores, Tensor topk_idxs, Tensor query, Tensor pool, Tensor? noncompressed_lse, "
     'Tensor? joint_lse, float scale, float eps=1e-10, str backend="auto") -> Tensor',
     "indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor? entry_start, Tensor? entry_stop, SymInt topk, int ratio, "
@@ -77,9 +76,7 @@ def _choose_window_lse(query, window_kv, sink, doc_start, window, scale, query_o
     return reference.window_lse(query, window_kv, sink, doc_start, window, scale, query_offset)
 
 
-def _choose_distill_target(
-    query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize=True, backend="auto"
-):
+def _choose_distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize=True, backend="auto"):
     checks.backend(backend)
     checks.distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
     query, pool = query.detach(), pool.detach()
@@ -116,9 +113,7 @@ def _choose_distill_loss(
     return reference.distill_loss(*arguments)
 
 
-def _choose_indexer_topk(
-    q, k, weights, entry_start, entry_stop, topk, ratio, query_offset=0, backend="auto"
-):
+def _choose_indexer_topk(q, k, weights, entry_start, entry_stop, topk, ratio, query_offset=0, backend="auto"):
     checks.backend(backend)
     checks.indexer_topk(q, k, weights, entry_start, entry_stop, topk, ratio)
     reason = dispatch.supported_indexer_topk(q, k, weights, topk)

@@ -60,7 +60,7 @@ def window_lse(
         TypeError, ValueError: an argument has the wrong type, shape, dtype or device.
         NotImplementedError: ``backend="triton"`` cannot serve the call.
 
-    Source: the attention sink of DeepSeek-V4 (report section 2.3.1, eq. 19 ff.), one softmax over window, pool and sink.
+    Source: DeepSeek-V4 (report section 2.3.1): one softmax over window, pool and sink.
     """
     checks.are_tensors(("sink", "doc_start"), query=query, window_kv=window_kv, sink=sink, doc_start=doc_start)
     checks.are_scalars(int, window=window, query_offset=query_offset)
@@ -247,9 +247,9 @@ def distill_loss(
 ) -> Tensor:
     """The distillation loss of the lightning indexer: ``KL(attention || indexer)`` over the selected entries.
 
-    Target, KL and gradient in one pass (``torch.ops.v4idx.distill_loss``), after ``window_lse`` where that is asked for;
-    with ``head_group`` the three ops ``window_lse``, ``distill_target`` and ``distill_kl``. Give at most one source for the rest of attention's
-    denominator: ``window_kv`` (with ``sink``, ``doc_start``, ``window``, ``query_offset``: computed here),
+    Target, KL and gradient in one pass (``torch.ops.v4idx.distill_loss``), after ``window_lse`` where that is asked
+    for; with ``head_group`` the three ops ``window_lse``, ``distill_target`` and ``distill_kl``. Give at most one
+    source for the rest of attention's denominator: ``window_kv`` (with ``sink``, ``doc_start``, ``window``, ``query_offset``: computed here),
     ``noncompressed_lse`` (window and sink), or ``joint_lse`` (from an attention forward, selected entries included).
     With none, the target is renormalised over the selected entries: the old objective.
 
@@ -287,9 +287,7 @@ def distill_loss(
     checks.are_tensors(topk_idxs=topk_idxs, query=query, pool=pool)
     checks.are_scalars(_NUMBER, scale=scale, eps=eps)
     checks.are_scalars(str, backend=backend)
-    _check_now(
-        checks.distill_loss, index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps
-    )
+    _check_now(checks.distill_loss, index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps)
     if check_inputs:
         topk_idxs = _OPS._check_range(topk_idxs, "topk_idxs", -1, pool.shape[1], True)
     if window_kv is not None:
@@ -306,9 +304,7 @@ def distill_loss(
         )
     if head_group is None:
         one_pass = dispatch.effective_backend("distill_loss", backend)
-        kl = _OPS.distill_loss(
-            index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps, one_pass
-        )
+        kl = _OPS.distill_loss(index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps, one_pass)
     else:
         from .distributed import sum_over_head_group
 
@@ -366,7 +362,8 @@ def _check_loss_arguments(
             )
         if row_weight.device != index_scores.device:
             raise ValueError(
-                f"row_weight must be on the device of index_scores, {index_scores.device}, got one on {row_weight.device}"
+                f"row_weight must be on the device of index_scores, {index_scores.device}, got one on "
+                f"{row_weight.device}"
             )
 
 

@@ -139,9 +139,7 @@ def distill_target(
             _batch_and_rows(name, lse, query, "query")
             _size(name, lse, 2, "H", query.shape[2], "query")
     _finite("scale", scale)
-    _same_device(
-        query=query, pool=pool, topk_idxs=topk_idxs, noncompressed_lse=noncompressed_lse, joint_lse=joint_lse
-    )
+    _same_device(query=query, pool=pool, topk_idxs=topk_idxs, noncompressed_lse=noncompressed_lse, joint_lse=joint_lse)
 
 
 def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: float) -> None:
@@ -153,9 +151,7 @@ def distill_kl(index_scores: Tensor, target: Tensor, topk_idxs: Tensor, eps: flo
     _floating("index_scores", index_scores)
     _floating("target", target)
     _integers("topk_idxs", topk_idxs)
-    torch._check_value(
-        math.isfinite(eps) and eps > 0, lambda: f"eps must be a finite number greater than 0, got {eps}"
-    )
+    torch._check_value(math.isfinite(eps) and eps > 0, lambda: f"eps must be a finite number greater than 0, got {eps}")
     _same_device(index_scores=index_scores, target=target, topk_idxs=topk_idxs)
 
 

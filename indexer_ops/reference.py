@@ -2,7 +2,8 @@
 
 Symbols are argument names. The setting is the compressed sparse attention of DeepSeek-V4 (section 2.3.1 of its
 report): one softmax over the last ``window`` raw keys, the ``K`` pool entries that the lightning indexer selected, and
-a learned sink per head; the loss is ``KL(attention || indexer)`` over the selected entries (DeepSeek-V3.2, section 2.1).
+a learned sink per head; the loss is ``KL(attention || indexer)`` over the selected entries (DeepSeek-V3.2, section
+2.1).
 
 Rounding points: operands are converted to float32 first (float64 stays), everything after is float32, autocast is off.
 Eager calls walk over rows in chunks, so that no call takes more than ``TRANSIENT_BYTES`` beyond its inputs and outputs;
@@ -246,7 +247,9 @@ def distill_target(
             for b in range(B):
                 for start, stop in chunks(S, itemsize * (H * D + 2 * K * D + 4 * H * K)):
                     rows = (slice(b, b + 1), slice(start, stop))
-                    noncompressed, joint = (None if lse is None else lse[rows] for lse in (noncompressed_lse, joint_lse))
+                    noncompressed, joint = (
+                        None if lse is None else lse[rows] for lse in (noncompressed_lse, joint_lse)
+                    )
                     target[rows] = _target_rows(
                         query[rows], pool[b : b + 1], topk_idxs[rows], noncompressed, joint, scale, dtype
                     )

@@ -14,7 +14,7 @@ from .reference import checkpointed, chunks, compute_dtype, is_traced, without_a
 def visible_entries(
     entry_start: Tensor | None, entry_stop: Tensor | None, P: int, ratio: int, position: Tensor
 ) -> Tensor:
-    """``[B or 1, n, P]``: entry p is visible to ``position`` t iff ``(p+1)*ratio <= t+1``, or p lies within the bounds."""
+    """``[B or 1, n, P]``: entry p is visible to position t iff ``(p+1)*ratio <= t+1``, or lies within the bounds."""
     entry = torch.arange(P, device=position.device)
     stop = (position + 1).unsqueeze(0) // ratio if entry_stop is None else entry_stop
     visible = entry < stop.unsqueeze(-1)
@@ -72,7 +72,16 @@ def indexer_topk(
             for start, stop in chunks(S, row_bytes):
                 rows = slice(start, stop)
                 bounds = (None if bound is None else bound[batch, rows] for bound in (entry_start, entry_stop))
-                arguments = (q[batch, rows], k[batch], weights[batch, rows], *bounds, topk, ratio, position[rows], dtype)
+                arguments = (
+                    q[batch, rows],
+                    k[batch],
+                    weights[batch, rows],
+                    *bounds,
+                    topk,
+                    ratio,
+                    position[rows],
+                    dtype,
+                )
                 parts.append(checkpointed(_topk_rows, *arguments))
             batches.append([torch.cat(tensors, 1) for tensors in zip(*parts)])
         scores, idxs = (torch.cat(tensors) for tensors in zip(*batches))

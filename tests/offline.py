@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there: record the launches of a call on meta tensors, then ``triton.compile``.
+"""Compile the kernels for GPUs that are not there: record the launches of a call on meta tensors and compile them.
 
 Runs only where Triton is not interpreted: see ``test_offline_compile.py``, which starts a process of its own for it.
 """
@@ -137,7 +137,9 @@ def _deterministically(call: Callable[[], object]) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def launcher_calls(H: int, D: int, P: int, K: int, S: int, window: int, Hi: int, Di: int) -> dict[str, Callable[[], object]]:
+def launcher_calls(
+    H: int, D: int, P: int, K: int, S: int, window: int, Hi: int, Di: int
+) -> dict[str, Callable[[], object]]:
     """One call of every launcher at these widths, bfloat16 operands."""
     from indexer_ops._triton import distill_kl, distill_target, indexer_topk, window_lse
 

@@ -227,7 +227,14 @@ def test_divisor_goes_with_a_sum(reduction):
 
 
 def test_divisor_must_be_a_number():
-    expect(ValueError, "divisor must be finite and not 0, got 0", "distill_loss", "divisor", replaced_by(0), reduction="sum")
+    expect(
+        ValueError,
+        "divisor must be finite and not 0, got 0",
+        "distill_loss",
+        "divisor",
+        replaced_by(0),
+        reduction="sum",
+    )
     expect(ValueError, "divisor must be finite", "distill_loss", "divisor", replaced_by(float("nan")), reduction="sum")
     message = r"divisor must be a number or a scalar tensor, got torch.float32 \[2\]"
     expect(ValueError, message, "distill_loss", "divisor", replaced_by(torch.ones(2)), reduction="sum")

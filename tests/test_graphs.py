@@ -115,8 +115,8 @@ def shapes_into_backward(graphs):
 
 @needs_kernels
 def test_what_backward_takes():
-    """The slope, and: of the KL scores, target and indices; of the one pass its gradient and the scores, an input, whose
-    dtype the result takes. No other intermediate."""
+    """The slope, and: of the KL scores, target and indices; of the one pass its gradient, and the scores for their
+    dtype. No other intermediate."""
     assert shapes_into_backward(graphs_of_three_ops()) == ["[2, 6, 4]"] * 3 + ["[]"]
     assert shapes_into_backward(graphs_of("triton")) == ["[2, 6, 4]"] * 2 + ["[]"]
 

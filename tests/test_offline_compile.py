@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+
 from conftest import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

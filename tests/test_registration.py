@@ -142,7 +142,12 @@ def test_fakes_follow_the_kernels_in_size_dtype_and_stride():
                 ),
             }  # fmt: skip
             calls[OPS._distill_loss.default] = (*loss_arguments(case), EPS, True)
-            calls[OPS._distill_loss_backward.default] = (case.grad_kl, case.index_scores.float(), case.index_scores, True)
+            calls[OPS._distill_loss_backward.default] = (
+                case.grad_kl,
+                case.index_scores.float(),
+                case.index_scores,
+                True,
+            )
             for op, arguments in calls.items():
                 real = op(*arguments)
                 with FakeTensorMode() as mode:

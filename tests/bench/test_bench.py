@@ -246,7 +246,9 @@ def test_rungs_of_a_part_agree(float32_case, part, monkeypatch):
             assert gate.relative_error(actual, expected.double()) < 1e-5
 
 
-@pytest.mark.parametrize("rung", [rung for rung in ladder.RUNGS if rung.fused and rung.part != "together"], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(
+    "rung", [rung for rung in ladder.RUNGS if rung.fused and rung.part != "together"], ids=lambda rung: rung.name
+)
 def test_gate_passes_what_is_right(case, rung):
     checks = gate.check(rung, case, "composite")
     assert len(checks) == (2 if rung.part == "loss" else 5)

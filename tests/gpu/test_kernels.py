@@ -1,9 +1,10 @@
 """The kernels on a GPU: bfloat16 against float64, within twice the composite's own error; capture; 64-bit offsets."""
 
-import indexer_ops
-import oracle_on_device as oracle
 import pytest
 import torch
+
+import indexer_ops
+import oracle_on_device as oracle
 from backends import poisoned_allocations
 from oracle_on_device import relative_error
 
@@ -59,9 +60,7 @@ def check_the_one_pass(query, pool, idxs, scores, lses, scale, target):
 
     def value_and_gradient(backend):
         leaf = scores.clone().requires_grad_()
-        value = torch.ops.v4idx.distill_loss(
-            leaf, idxs, query, pool, noncompressed_lse, joint_lse, scale, EPS, backend
-        )
+        value = torch.ops.v4idx.distill_loss(leaf, idxs, query, pool, noncompressed_lse, joint_lse, scale, EPS, backend)
         value.sum().backward()
         return value.detach(), leaf.grad
 
@@ -85,9 +84,7 @@ def test_against_float64(widths, dtype):
     )
     lse32 = lse.float()
     for lses in ({"noncompressed_lse": lse32}, {"joint_lse": lse32 + 1}, {}):
-        target = oracle.distill_target(
-            query, pool, idxs, lses.get("noncompressed_lse"), lses.get("joint_lse"), scale
-        )
+        target = oracle.distill_target(query, pool, idxs, lses.get("noncompressed_lse"), lses.get("joint_lse"), scale)
         assert_as_exact_as_the_composite(
             lambda backend: indexer_ops.distill_target(query, pool, idxs, **lses, scale=scale, backend=backend),
             target,
