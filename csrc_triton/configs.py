@@ -47,8 +47,8 @@ class TileConfig:
 class TargetConfig:
     """Either ``held``: a program keeps a whole row of logits in registers, one pass.
 
-    Or ``target``, and before it ``lse`` where the denominator is not given: entries are tiled, and the denominator takes
-    a pass of its own.
+    Or ``target``, and before it ``lse`` where the denominator is not given: entries are tiled, and the denominator
+    takes a pass of its own.
     """
 
     held: TileConfig | None = None

@@ -249,7 +249,8 @@ def distill_loss(
 
     Target, KL and gradient in one pass (``torch.ops.v4idx.distill_loss``), after ``window_lse`` where that is asked
     for; with ``head_group`` the three ops ``window_lse``, ``distill_target`` and ``distill_kl``. Give at most one
-    source for the rest of attention's denominator: ``window_kv`` (with ``sink``, ``doc_start``, ``window``, ``query_offset``: computed here),
+    source for the rest of attention's denominator: ``window_kv`` (with ``sink``, ``doc_start``, ``window``,
+    ``query_offset``: computed here),
     ``noncompressed_lse`` (window and sink), or ``joint_lse`` (from an attention forward, selected entries included).
     With none, the target is renormalised over the selected entries: the old objective.
 
