@@ -14,6 +14,13 @@ from .demo import command as demo
 COMMANDS = {"demo": demo, "bench": bench}
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Names an option's default, but not None or False: there the help text says what happens without the option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``indexer-ops`` with ``arguments`` (default: the process's own); returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -28,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name,
             help=module.SUMMARY,
             description=module.DESCRIPTION,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_HelpFormatter,
         )
         module.add_arguments(subparser)
     parsed = parser.parse_args(arguments)
