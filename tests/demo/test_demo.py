@@ -116,3 +116,18 @@ def test_the_loss_moves_the_indexer_and_nothing_else(model_that_selects_everythi
         else:
             assert torch.equal(taught, untaught), name
             assert not torch.equal(taught, start), name
+
+
+def test_trainer_logs_the_kl_of_each_layer(tmp_path, capsys):
+    pytest.importorskip("accelerate")
+    text = str(Path(argparse.__file__))
+    arguments = ["demo", "--trainer", "--steps", "2", "--device", "cpu", "--text", text, "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    numbers = json.loads((tmp_path / "demo_trainer.json").read_text())
+    logged = [entry for entry in numbers["log"] if "indexer_kl" in entry]
+    assert [entry["step"] for entry in logged] == [1, 2]
+    for entry in logged:
+        layers = [entry[f"indexer_kl/layers.{layer}"] for layer in range(3)]
+        assert entry["indexer_kl"] == pytest.approx(sum(layers) / 3) and min(layers) > 0
+    assert [line["layer"] for line in numbers["layers"]] == [0, 1, 2]
+    assert "KL of each CSA layer" in capsys.readouterr().out
