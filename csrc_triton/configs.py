@@ -107,6 +107,12 @@ def target_config(architecture: str, H: int, K: int, D: int, itemsize: int, join
     return TargetConfig(lse=tile, target=tile)
 
 
+def join_warps(H: int, tiles: int) -> int:
+    """One warp joins 1,024 log-sum-exps: V4-Pro's 128 heads of 8 tiles."""
+    held = block_of(H, largest=2 * H, smallest=1) * block_of(tiles, largest=2 * tiles, smallest=1)
+    return max(1, min(16, held // 1024))
+
+
 # Scores of one slab of queries against the whole pool. 65,536 queries of 16,384 entries would take 4 GiB at once.
 SLAB_BYTES = 256 * 2**20
 # Columns that one program of the selection holds; a wider row takes a round of chunks first. At 65,536 queries of

@@ -277,7 +277,7 @@ def fill_target(call: TargetCall, target: Tensor) -> None:
         _join_kernel[(B * S,)](
             call.lse, tile_lse, joint_lse, *call.lse_strides, S, tiles,
             H=H, HEADS=triton.next_power_of_2(H), TILES=triton.next_power_of_2(tiles), HAS_LSE=has_lse,
-            num_warps=1, enable_fp_fusion=True,
+            num_warps=configs.join_warps(H, tiles), enable_fp_fusion=True,
         )  # fmt: skip
         lse_strides = joint_lse.stride()
     _tile_target_kernel[(B * S * triton.cdiv(K, config.target.entries),)](

@@ -81,7 +81,7 @@ def _choose_distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse,
     checks.distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse, scale)
     query, pool = query.detach(), pool.detach()
     noncompressed_lse, joint_lse = _detached(noncompressed_lse), _detached(joint_lse)
-    reason = dispatch.supported_distill_target(query, pool, noncompressed_lse, joint_lse)
+    reason = dispatch.supported_distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse)
     arguments = (query, pool, topk_idxs, noncompressed_lse, joint_lse, scale, normalize)
     if dispatch.use_fused("distill_target", backend, query.device, reason):
         return _DISTILL_TARGET(*arguments, backend == "triton")
@@ -105,7 +105,7 @@ def _choose_distill_loss(
     checks.distill_loss(index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps)
     query, pool = query.detach(), pool.detach()
     noncompressed_lse, joint_lse = _detached(noncompressed_lse), _detached(joint_lse)
-    reason = dispatch.supported_distill_loss(index_scores, query, pool, noncompressed_lse, joint_lse)
+    reason = dispatch.supported_distill_loss(index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse)
     arguments = (index_scores, topk_idxs, query, pool, noncompressed_lse, joint_lse, scale, eps)
     if dispatch.use_fused("distill_loss", backend, query.device, reason):
         kl, _ = _DISTILL_LOSS(*arguments, backend == "triton")

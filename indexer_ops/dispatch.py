@@ -9,8 +9,9 @@ from torch import Tensor
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The first architecture with bfloat16 matrix instructions. AMD devices report 9.x and pass.
 MINIMUM_CAPABILITY = (8, 0)
-# One program of the KL kernels holds a whole row of scores, target and indices in registers.
-MAXIMUM_KL_WIDTH = 8192
+# One program of the KL kernels holds a whole row of scores, target and indices in registers, one that joins the tiles
+# of a row their log-sum-exps.
+MAXIMUM_WIDTH = 8192
 # Each round of the selection takes chunks of 4,096 columns and must at least halve what is left.
 MAXIMUM_TOPK = 2048
 MAXIMUM_INDEX_HEAD_DIM = 256
@@ -70,30 +71,41 @@ def _unsupported_products(query: Tensor, keys: Tensor, lses: tuple[Tensor | None
     return None
 
 
+def _unsupported_width(K: int) -> str | None:
+    return f"the fused kernel takes at most {MAXIMUM_WIDTH} entries a row, got {K}" if K > MAXIMUM_WIDTH else None
+
+
 def supported_window_lse(query: Tensor, window_kv: Tensor) -> str | None:
     """Why the fused ``window_lse`` cannot serve these tensors, or None where it can."""
     return _unsupported_tensors(query, window_kv) or _unsupported_products(query, window_kv, ())
 
 
 def supported_distill_target(
-    query: Tensor, pool: Tensor, noncompressed_lse: Tensor | None, joint_lse: Tensor | None
+    query: Tensor, pool: Tensor, topk_idxs: Tensor, noncompressed_lse: Tensor | None, joint_lse: Tensor | None
 ) -> str | None:
     """Why the fused ``distill_target`` cannot serve these tensors, or None where it can."""
-    return _unsupported_tensors(query, pool) or _unsupported_products(query, pool, (noncompressed_lse, joint_lse))
+    return (
+        _unsupported_width(topk_idxs.shape[2])
+        or _unsupported_tensors(query, pool)
+        or _unsupported_products(query, pool, (noncompressed_lse, joint_lse))
+    )
 
 
 def supported_distill_kl(index_scores: Tensor, target: Tensor) -> str | None:
     """Why the fused ``distill_kl`` cannot serve these tensors, or None where it can."""
-    if index_scores.shape[2] > MAXIMUM_KL_WIDTH:
-        return f"the fused kernel takes at most {MAXIMUM_KL_WIDTH} entries a row, got {index_scores.shape[2]}"
-    return _unsupported_tensors(index_scores, target)
+    return _unsupported_width(index_scores.shape[2]) or _unsupported_tensors(index_scores, target)
 
 
 def supported_distill_loss(
-    index_scores: Tensor, query: Tensor, pool: Tensor, noncompressed_lse: Tensor | None, joint_lse: Tensor | None
+    index_scores: Tensor,
+    topk_idxs: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    noncompressed_lse: Tensor | None,
+    joint_lse: Tensor | None,
 ) -> str | None:
     """Why the fused ``distill_loss`` cannot serve these tensors, or None where it can."""
-    return supported_distill_target(query, pool, noncompressed_lse, joint_lse) or supported_distill_kl(
+    return supported_distill_target(query, pool, topk_idxs, noncompressed_lse, joint_lse) or supported_distill_kl(
         index_scores, index_scores
     )
 

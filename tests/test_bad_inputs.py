@@ -257,3 +257,15 @@ def test_nothing_is_computed_before_the_checks_pass(monkeypatch, op, name):
     with pytest.raises(ValueError, match=f"{name} must be"):
         getattr(indexer_ops, op)(**arguments, backend="composite")
     assert not computed
+
+
+@pytest.mark.parametrize("op", ["distill_target", "distill_kl", "distill_loss"])
+def test_rows_wider_than_a_program_go_to_the_composite(op):
+    """One entry more than the kernels hold: ``auto`` serves it, ``triton`` says why it cannot."""
+    arguments = arguments_of(op)
+    for name in ("topk_idxs", "index_scores", "target"):
+        if name in arguments:
+            arguments[name] = arguments[name][..., :1].expand(-1, -1, 8193)
+    assert torch.isfinite(getattr(indexer_ops, op)(**arguments)).all()
+    with pytest.raises(NotImplementedError, match="at most 8192 entries a row, got 8193"):
+        getattr(indexer_ops, op)(**arguments, backend="triton")
