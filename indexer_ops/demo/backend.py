@@ -9,7 +9,7 @@ from ..api import distill_loss
 def backend_in_use(config: DeepseekV4Config, length: int, device: torch.device) -> str:
     """What ``backend="auto"`` comes to at the demo's shapes on ``device``, in words; found out by a call."""
     if device.type != "cuda":
-        return f"the eager composite on {device.type} ({torch.get_num_threads()} threads)"
+        return f"the eager composite on {device.type}"
     name = torch.cuda.get_device_name(device)
     query = torch.zeros(1, length, config.num_attention_heads, config.head_dim, device=device)
     pool = query[:, : length // 4, 0]
