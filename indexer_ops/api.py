@@ -315,8 +315,7 @@ def distill_loss(
         has_lse = noncompressed_lse is not None or joint_lse is not None
         target = reference.normalized_target(sum_over_head_group(partial_target, head_group), has_lse)
         kl = distill_kl(index_scores, target, reference.slots_in_pool(topk_idxs, pool), eps=eps, backend=backend)
-    topk_idxs = reference.slots_in_pool(topk_idxs, pool)
-    return _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor)
+    return _reduced(kl, index_scores, topk_idxs, pool.shape[1], reduction, row_weight, divisor)
 
 
 def _check_now(check, *arguments) -> None:
@@ -368,7 +367,7 @@ def _check_loss_arguments(
             )
 
 
-def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Tensor:
+def _reduced(kl, index_scores, topk_idxs, P, reduction, row_weight, divisor) -> Tensor:
     weighted = kl if row_weight is None else kl * row_weight.to(kl.dtype)
     if reduction == "none":
         return weighted
@@ -377,6 +376,7 @@ def _reduced(kl, index_scores, topk_idxs, reduction, row_weight, divisor) -> Ten
         return total if divisor is None else total / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
     if reduction == "mean":
         return total / kl.numel() if kl.numel() > 0 else total
-    counted = ((topk_idxs >= 0) & (index_scores > float("-inf"))).any(-1).to(kl.dtype)
+    valid = (topk_idxs >= 0) & (topk_idxs < P)
+    counted = (valid & (index_scores > float("-inf"))).any(-1).to(kl.dtype)
     weight = counted.sum() if row_weight is None else (counted * row_weight.to(kl.dtype)).sum()
     return torch.where(weight > 0, total / torch.where(weight > 0, weight, 1.0), 0.0)
