@@ -14,6 +14,10 @@ CSA_LAYERS = (0, 2)
 VOCABULARY, RATIO, TOPK, LENGTH = 61, 4, 4, 40
 # transformers renamed the argument and the field in which a model takes and returns its cache.
 CACHE = "cache" if "cache" in inspect.signature(deepseek_v4.DeepseekV4Model.forward).parameters else "past_key_values"
+# How a training pass runs its layers: each way has to give the same loss and gradients.
+CHECKPOINTING = pytest.mark.parametrize(
+    "use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
+)
 
 
 def small_model(layer_types=(CSA, HCA, CSA), model_class=DeepseekV4ForCausalLM):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from indexer_ops.integrations.transformers import enable_indexer_distillation
 from small_deepseek_v4 import (
+    CHECKPOINTING,
     CSA_LAYERS,
     LENGTH,
     RATIO,
@@ -19,10 +20,6 @@ from small_deepseek_v4 import (
     masked_case,
     small_model,
     tokens,
-)
-
-CHECKPOINTING = pytest.mark.parametrize(
-    "use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
 )
 
 

@@ -15,6 +15,7 @@ from indexer_ops import distill_loss
 from indexer_ops.integrations.transformers import enable_indexer_distillation, training_pass
 from small_deepseek_v4 import (
     CACHE,
+    CHECKPOINTING,
     CSA,
     HCA,
     assert_bitwise_equal,
@@ -25,10 +26,6 @@ from small_deepseek_v4 import (
     masked_case,
     small_model,
     tokens,
-)
-
-CHECKPOINTING = pytest.mark.parametrize(
-    "use_reentrant", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
 )
 
 
